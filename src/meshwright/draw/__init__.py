@@ -1,1 +1,1 @@
-"""Pictures: facts first (``facts``: plain values that a program can read), then thin renderers (``terminal``)."""
+"""Pictures of plans and runs: facts are plain values (such as ``facts``); renderers only draw them (such as ``terminal``)."""

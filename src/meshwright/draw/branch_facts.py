@@ -1,4 +1,4 @@
-"""``BranchFacts``: what a shard map says of one branch."""
+"""``BranchFacts``: the facts of one branch in a shard map."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshwright.recipe import Recipe
 
 @dataclass(frozen=True)
 class BranchFacts:
-    """A branch: one place of modules besides the trunk.
+    """A branch: modules on one submesh.
 
     Attributes:
-        number: as `ParameterFacts.places` has it.
-        on: the slice, as the plan says it; of a nested branch ``tp[0] of tp[0:3]``.
-        parent: the number of the place around it; 0 is the trunk.
-        ranks: all ranks that run it, also those with other rows of the batch.
-        mesh: the axes that the ranks of one slice form.
-        modules: what the plan places there: (name, its turns: which of its calls run there, from 0; empty for all).
-        splits: whether the data ranks of its own mesh each run their share of the rows; else each runs all.
-        numel: elements of the parameters that are used there, each once.
-        work: of all its ranks, as a share of that of all branches of its parent; 0 to 1.
-        load: work of one of its ranks, as a share of that of the busiest rank of these.
+        number: of the submesh, as in `ParameterFacts.places`.
+        on: the submesh as text, in the plan's form; of a nested branch ``tp[0] of tp[0:3]``.
+        parent: number of the submesh around it; 0 is the trunk.
+        ranks: all ranks that run the branch, also those of other data ranks.
+        mesh: the mesh that the ranks of one slice form.
+        modules: (name, numbers of the calls that run in the branch, from 0; empty for all), for each module.
+        splits: whether each data rank of the branch's mesh runs a share of the rows; else each runs all rows.
+        numel: number of elements of its parameters, each counted once.
+        work: of all its ranks, as a share of the work of all branches of its parent; 0 to 1.
+        load: work of one of its ranks, as a share of the largest work of a rank of these branches; 0 to 1.
     """
 
     number: int
@@ -38,7 +38,7 @@ class BranchFacts:
     load: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The facts as plain values, for JSON."""
         return {
             "number": self.number,
             "on": self.on,
@@ -54,21 +54,26 @@ class BranchFacts:
 
 
 def branch_facts(number: int, recipe: Recipe) -> BranchFacts:
-    place, turns = recipe.places[number], recipe.placed
-    here = {name: tuple(i for i, p in enumerate(turns[name]) if p == number) for name in dict.fromkeys(place.modules)}
+    """The facts of the branch on submesh ``number``."""
+    submesh, submesh_of_calls = recipe.places[number], recipe.placed  # name of a module → submesh of each of its calls
+    modules = []
+    for name in dict.fromkeys(submesh.modules):
+        calls = tuple(i for i, of_call in enumerate(submesh_of_calls[name]) if of_call == number)
+        runs_all_calls = set(submesh_of_calls[name]) == {number}
+        modules.append((name, () if runs_all_calls else calls))
     used = [line for line in recipe.parameters if number in line.places]
-    owners = {pp for line in used for pp in recipe.owners(line)}  # of the pipeline; without parameters any
+    pp_ranks = {pp for line in used for pp in recipe.owners(line)}  # empty if the branch has no parameters
     coordinates = ((rank, recipe.places.at(rank, number)) for rank in range(recipe.mesh.size))
-    beside = [p for p in recipe.branches if p.parent == place.parent]
+    siblings = [other for other in recipe.branches if other.parent == submesh.parent]
     return BranchFacts(
         number=number,
         on=recipe.places.spelled(number),
-        parent=place.parent,
-        ranks=tuple(rank for rank, at in coordinates if at is not None and (not owners or at.pp in owners)),
-        mesh=place.mesh,
-        modules=tuple((name, calls if set(turns[name]) != {number} else ()) for name, calls in here.items()),
-        splits=place.splits,
+        parent=submesh.parent,
+        ranks=tuple(rank for rank, at in coordinates if at is not None and (not pp_ranks or at.pp in pp_ranks)),
+        mesh=submesh.mesh,
+        modules=tuple(modules),
+        splits=submesh.splits,
         numel=sum(line.numel for line in used),
-        work=place.work / max(1, sum(p.work for p in beside)),
-        load=place.load / max(1.0, *(p.load for p in beside)),
+        work=submesh.work / max(1, sum(sibling.work for sibling in siblings)),
+        load=submesh.load / max(1.0, *(sibling.load for sibling in siblings)),
     )

@@ -1,4 +1,4 @@
-"""The branches of a recipe for the terminal: a table of them, and who runs what between fork and join; and streams.
+"""Prints the branches of a recipe: a table, and the ranks of each branch between fork and join; and streams.
 
 place    ranks  mesh                     rows     modules  parameters  work  a rank
 tp[0:2]  0, 1   tp=2                     all      block_a       8.2 k  16 %    57 %
@@ -26,14 +26,14 @@ from meshwright.names import few, fold_names
 from meshwright.recipe import Recipe
 from meshwright.submesh import Submeshes
 
-_MOST = 16  # branches in the table
-_NAMES = 4  # modules of a branch that are named
+_MOST = 16  # most branches in the table
+_NAMES = 4  # most modules of a branch that are named
 
 
 def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
-    """The table of branches, and a picture of each set of them that may run at the same time; nothing without any.
+    """The table of branches, and a picture of each set of branches that may run at the same time. Nothing without branches.
 
-    The table has the share of the work that a branch is, and what one of its ranks has to do, of what the busiest has.
+    The table shows the share of the work of each branch, and the work of one of its ranks relative to the busiest rank.
     """
     yield from _streams(shard_map.recipe)
     facts = shard_map.branches
@@ -41,14 +41,15 @@ def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
         return
     yield Text()
     yield _table(facts)
-    for around in dict.fromkeys(branch.parent for branch in facts):
-        for beside in _beside([b for b in facts if b.parent == around], shard_map.recipe.places):
+    for parent in dict.fromkeys(branch.parent for branch in facts):
+        siblings = [branch for branch in facts if branch.parent == parent]
+        for concurrent in _concurrent_sets(siblings, shard_map.recipe.places):
             yield Text()
-            yield _region(beside, shard_map.recipe.places)
+            yield _region(concurrent, shard_map.recipe.places)
 
 
 def _streams(recipe: Recipe) -> Iterator[RenderableType]:
-    """What runs at the same time on one rank."""
+    """The modules that run on streams of their own, at the same time on one rank."""
     if recipe.streams:
         yield Text("\non every rank, at the same time where it can", style="bold")
     for stream in sorted(set(recipe.streams.values())):
@@ -57,10 +58,10 @@ def _streams(recipe: Recipe) -> Iterator[RenderableType]:
 
 
 def modules_text(branch: BranchFacts, most: int = _NAMES) -> str:
-    """What stands on a branch, repeated blocks folded: ``h.{0…1}.attn``; ``tower, call 2``."""
-    said = [folded.label for folded in fold_names(name for name, turns in branch.modules if not turns)]
-    said += [f"{name}, call{'s' * (len(turns) > 1)} {_calls(turns)}" for name, turns in branch.modules if turns]
-    return few(said, most)
+    """The modules of a branch, with repeated blocks folded: ``h.{0…1}.attn``; ``tower, call 2``."""
+    texts = [folded.label for folded in fold_names(name for name, turns in branch.modules if not turns)]
+    texts += [f"{name}, call{'s' * (len(turns) > 1)} {_calls(turns)}" for name, turns in branch.modules if turns]
+    return few(texts, most)
 
 
 def _calls(turns: Sequence[int]) -> str:
@@ -82,14 +83,14 @@ def _table(facts: Sequence[BranchFacts]) -> Table:
     return table
 
 
-def _beside(siblings: list[BranchFacts], places: Submeshes) -> list[list[BranchFacts]]:
-    """Branches of one place, in sets whose slices do not overlap: others cannot run at the same time."""
+def _concurrent_sets(siblings: list[BranchFacts], submeshes: Submeshes) -> list[list[BranchFacts]]:
+    """Divides branches of one parent into sets whose slices do not overlap. Only these can run at the same time."""
     sets: list[list[BranchFacts]] = []
     for branch in siblings:
-        place = places[branch.number]
+        submesh = submeshes[branch.number]
         for chosen in sets:
-            others = [places[b.number] for b in chosen]
-            if all(place.stop <= o.start or o.stop <= place.start for o in others):
+            others = [submeshes[other.number] for other in chosen]
+            if all(submesh.stop <= other.start or other.stop <= submesh.start for other in others):
                 chosen.append(branch)
                 break
         else:
@@ -97,31 +98,32 @@ def _beside(siblings: list[BranchFacts], places: Submeshes) -> list[list[BranchF
     return sets
 
 
-def _region(beside: Sequence[BranchFacts], places: Submeshes) -> Text:
-    """Who runs what between fork and join, for the first of the groups of ranks that do so."""
-    around = beside[0].parent
-    everyone = [rank for branch in beside for rank in branch.ranks]
-    groups = {(at.pp, at.dp_replicate, at.dp_shard) for rank in everyone if (at := places.at(rank, around))}
-    first, others = places.line(around, min(everyone)), len(groups) - 1
-    ranks = [ranks_text([r for r in branch.ranks if r in first]) for branch in beside]
-    names = [modules_text(branch) for branch in beside]
-    before = f"ranks {ranks_text(first)} ─ fork ─"
-    wide, long = max(map(cell_len, ranks)), max(map(cell_len, names))
+def _region(concurrent: Sequence[BranchFacts], submeshes: Submeshes) -> Text:
+    """A picture of the branches between a fork and a join, for the first group of ranks that runs them."""
+    parent = concurrent[0].parent
+    all_ranks = [rank for branch in concurrent for rank in branch.ranks]
+    groups = {(at.pp, at.dp_replicate, at.dp_shard) for rank in all_ranks if (at := submeshes.at(rank, parent))}
+    first_group, others = submeshes.line(parent, min(all_ranks)), len(groups) - 1
+    ranks = [ranks_text([rank for rank in branch.ranks if rank in first_group]) for branch in concurrent]
+    names = [modules_text(branch) for branch in concurrent]
+    fork = f"ranks {ranks_text(first_group)} ─ fork ─"
+    ranks_width, names_width = max(map(cell_len, ranks)), max(map(cell_len, names))
     text = Text()
     for i, (rank, name) in enumerate(zip(ranks, names, strict=True)):
-        left, right = _corners(i, len(beside))
-        text.append(before if not i else " " * cell_len(before), style="dim")
+        left, right = _corners(i, len(concurrent))
+        text.append(fork if not i else " " * cell_len(fork), style="dim")
         text.append(f"{left}─ ", style="dim")
-        text.append(f"{rank:<{wide}}", style="cyan")
+        text.append(f"{rank:<{ranks_width}}", style="cyan")
         text.append(f"  {name} ")
-        text.append("─" * (long - cell_len(name)) + f"─{right}" + ("─ join" if not i else ""), style="dim")
-        text.append("\n" if i < len(beside) - 1 else "")
+        text.append("─" * (names_width - cell_len(name)) + f"─{right}" + ("─ join" if not i else ""), style="dim")
+        text.append("\n" if i < len(concurrent) - 1 else "")
     if others:
         text.append(f"\nand so on {others} more group{'s' * (others > 1)} of ranks", style="dim")
     return text
 
 
 def _corners(line: int, lines: int) -> tuple[str, str]:
+    """The characters at the left and right end of a line of the picture."""
     if lines == 1:
         return "─", "─"
     if line == 0:

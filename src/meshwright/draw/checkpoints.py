@@ -1,4 +1,4 @@
-"""Checkpoints for the terminal: a line each of several; of one what it is, and a line a module or a tensor.
+"""Prints checkpoints: a line for each of several; for one, its facts and a line for each module or tensor.
 
 module                     tensors  elements  weights   optimizer
 transformer.wte                  1    33,280  130 KiB     260 KiB
@@ -39,7 +39,7 @@ def several(inspections: Sequence[Inspection]) -> RenderableType:
 
 
 def one(inspection: Inspection, *, tensors: bool = False) -> RenderableType:
-    """What a checkpoint is and holds. ``tensors``: a line for each, not each module."""
+    """The facts and contents of a checkpoint. ``tensors``: a line for each tensor in place of each module."""
     heading = Text.assemble(
         (str(inspection.path), "bold"), f": step {inspection.step}, " * (inspection.step >= 0) or ": "
     )
@@ -75,7 +75,7 @@ def _facts(inspection: Inspection) -> Table:
 
 
 def _mesh(inspection: Inspection) -> str:
-    """The mesh it was saved over."""
+    """The mesh of the job that saved it, as text."""
     if "mesh" not in inspection.about:
         return "?"
     mesh = Mesh(tuple(inspection.about["mesh"].items()))
@@ -100,19 +100,20 @@ def _modules(inspection: Inspection) -> Table:
 def _add(
     table: Table, label: str, weights: Iterable[TensorFacts], states: Iterable[TensorFacts], blocks: set[str]
 ) -> None:
-    mine = [t for t in weights if _block(t.name) in blocks]
+    """Adds the line of some blocks."""
+    tensors = [t for t in weights if _block(t.name) in blocks]
     state = sum(t.bytes for t in states if _block(t.name) in blocks)
-    size, elements = sum(t.bytes for t in mine), sum(prod(t.shape) for t in mine)
-    table.add_row(label, str(len(mine)), f"{elements:,}", size_text(size), size_text(state) if state else "")
+    size, elements = sum(t.bytes for t in tensors), sum(prod(t.shape) for t in tensors)
+    table.add_row(label, str(len(tensors)), f"{elements:,}", size_text(size), size_text(state) if state else "")
 
 
 def _tensors(inspection: Inspection) -> Table:
-    """A line for each tensor of the model; those that differ in the numbers of their names only are one."""
+    """A line for each tensor of the model. Tensors whose names differ only in numbers share a line."""
     table = _table("tensor", "shape", "type", "pieces", "size", "optimizer")
     states: dict[str, int] = {}
     for t in inspection.of("optimizer"):
         states[t.name] = states.get(t.name, 0) + t.bytes
-    for folded, first in _alike(inspection.of("model")):
+    for folded, first in _folded(inspection.of("model")):
         state = sum(states.get(name, 0) for name in folded.names)
         shape = "×".join(map(str, first.shape)) or "–"
         table.add_row(
@@ -122,8 +123,8 @@ def _tensors(inspection: Inspection) -> Table:
     return table
 
 
-def _alike(tensors: Sequence[TensorFacts]) -> Iterator[tuple[Folded, TensorFacts]]:
-    """Names of tensors that are alike, folded; with the first of them."""
+def _folded(tensors: Sequence[TensorFacts]) -> Iterator[tuple[Folded, TensorFacts]]:
+    """(folded names, first tensor), for tensors with equal shape, dtype and number of pieces."""
     order = {t.name: i for i, t in enumerate(tensors)}
     kinds: dict[object, list[str]] = {}
     for t in tensors:
@@ -134,7 +135,7 @@ def _alike(tensors: Sequence[TensorFacts]) -> Iterator[tuple[Folded, TensorFacts
 
 
 def _block(name: str) -> str:
-    """The block that a tensor is in: up to the first number of its name; of others, the module."""
+    """The block of a tensor: its name up to the first number. Without a number, its module."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[:-1] or parts) if number is None else ".".join(parts[: number + 1])

@@ -1,7 +1,7 @@
-"""``Communication``: what ranks exchange in a step, by axis and module; and what ran whole. Facts before ink.
+"""``Communication``: the collectives of a step, by axis and module; and the functions that ran whole.
 
-of a plan alone      what each unit gathers over the data axes, and what each stage hands on: what the recipe says
-of a prediction      every collective that the rehearsed rank of each role enters, counted
+from a plan alone      the weights that each unit gathers over the data axes, and the values that each stage sends
+from a prediction      every collective of the rehearsed rank of each role, counted
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Exchange:
     """Collectives of one kind.
 
     Attributes:
-        role: whose ranks enter them, by name; empty where a plan alone is known.
-        axis: of the mesh; several that one group lies along are joined, ``dp_replicate·dp_shard``.
-        kind: all_gather, reduce_scatter, …; of a plan alone, what is exchanged.
-        module: whose forward asks for them, with ``*`` for the numbers of blocks; else the direction
-            (``backward``) or the phase of the step (``clip``).
-        calls: in a step; 0 where it is not known.
-        bytes: of the whole tensors: what is reduced, or what all ranks have gathered.
+        role: name of the role whose ranks enter them; empty for a plan alone.
+        axis: of the mesh; the axes of one group are joined, ``dp_replicate·dp_shard``.
+        kind: all_gather, reduce_scatter, …; for a plan alone, what is exchanged.
+        module: the module whose forward calls them, with ``*`` for numbers of blocks; else the direction (``backward``)
+            or the phase of the step (``clip``).
+        calls: number in a step; 0 if it is not known.
+        bytes: size of the whole tensors: that are reduced, or that all ranks have gathered.
     """
 
     role: str
@@ -43,7 +43,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RanWhole:
-    """A function without a rule for its shards: its inputs are gathered, and it runs whole. ``line``: of the model."""
+    """A function that no decider can shard: its inputs are gathered, and it runs on whole tensors.
+
+    Attributes:
+        function: its name.
+        module: that calls it.
+        line: of the model's source.
+    """
 
     function: str
     module: str
@@ -52,7 +58,13 @@ class RanWhole:
 
 @dataclass(frozen=True)
 class Communication:
-    """What is exchanged. ``source``: ``plan`` or ``prediction``."""
+    """The exchanges of a step.
+
+    Attributes:
+        source: ``plan`` or ``prediction``.
+        exchanges: all of them.
+        ran_whole: functions that ran whole; known from a prediction only.
+    """
 
     source: str
     exchanges: tuple[Exchange, ...]
@@ -60,19 +72,24 @@ class Communication:
 
 
 def communication(recipe: Recipe, prediction: Prediction | None = None) -> Communication:
-    """What ranks exchange in a step. ``prediction``: of the same plan."""
+    """The exchanges of a step.
+
+    Args:
+        recipe: of the plan.
+        prediction: of the same plan; None for a plan alone.
+    """
     if prediction is None:
-        return Communication("plan", (*_gathered(recipe), *_handed_on(recipe)))
+        return Communication("plan", (*_gathered_units(recipe), *_stage_transfers(recipe)))
     exchanges = tuple(
-        Exchange(role.name, one.axis, one.kind, one.module, one.calls, one.nbytes)
+        Exchange(role.name, exchange.axis, exchange.kind, exchange.module, exchange.calls, exchange.nbytes)
         for role in prediction.roles
-        for one in prediction.exchanges.get(role.rank, ())
+        for exchange in prediction.exchanges.get(role.rank, ())
     )
-    return Communication("prediction", exchanges, tuple(RanWhole(*place) for place in prediction.ran_whole))
+    return Communication("prediction", exchanges, tuple(RanWhole(*fields) for fields in prediction.ran_whole))
 
 
-def _gathered(recipe: Recipe) -> list[Exchange]:
-    """The units that FSDP2 gathers, alike ones as one: bytes of all their weights, as one tp rank has them."""
+def _gathered_units(recipe: Recipe) -> list[Exchange]:
+    """The units that FSDP2 gathers, repeated ones folded, with the bytes of their weights on one tp rank."""
     sizes: dict[str, int] = {}
     for line in recipe.parameters:
         if recipe.shards(line) > 1:
@@ -84,14 +101,15 @@ def _gathered(recipe: Recipe) -> list[Exchange]:
 
 
 def _bytes(line: ParameterRecipe) -> int:
-    """Of what the tp rank with the largest share has of a parameter."""
+    """Bytes of a parameter on the tp rank with the largest shard."""
     elements = 1
     for size in line.local_shape(0):
         elements *= size
     return elements * itemsize(line.dtype)
 
 
-def _handed_on(recipe: Recipe) -> list[Exchange]:
+def _stage_transfers(recipe: Recipe) -> list[Exchange]:
+    """The values that each stage sends to the next."""
     return [
         Exchange("", "pp", HANDED_ON, f"stage {stage.index}", 0, stage.sends) for stage in recipe.stages if stage.sends
     ]

@@ -1,4 +1,4 @@
-"""The difference of two plans for the terminal: each term's bar begins where the one before ends.
+"""Prints the difference of two plans as a waterfall: the bar of each term begins where the previous one ends.
 
                        a.yaml   b.yaml  difference
 compute               1.20 ms  0.80 ms    −0.40 ms          ▒▒▒▒▒▒▒▒
@@ -26,7 +26,7 @@ _MINUS = "−"
 
 
 def drawn(difference: Difference, names: Sequence[str]) -> RenderableType:
-    """The difference of two plans. ``names``: what they are called, such as their files."""
+    """The difference of two plans as a renderable for rich. ``names``: of the plans, such as their files."""
     first, second = difference.predictions
     heading = Text.assemble((f"{names[0]} → {names[1]}", "bold"), f" on {first.hardware}")
     caption = (
@@ -50,20 +50,28 @@ def _settings(difference: Difference, names: Sequence[str]) -> RenderableType:
         return Text("the same")
     table = _table(("", *names), ())
     for key, (first, second) in difference.settings.items():
-        table.add_row(key, _said(first), _said(second))
+        table.add_row(key, _setting_text(first), _setting_text(second))
     return table
 
 
-def _said(value: Any) -> str:
+def _setting_text(value: Any) -> str:
+    """A setting in the plan's form, such as ``dp_shard=2, tp=2`` or ``true``; ``–`` for None."""
     if value is None:
         return "–"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_said(item)}" for key, item in value.items())
+        return ", ".join(f"{key}={_setting_text(item)}" for key, item in value.items())
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _waterfall(terms: Mapping[str, Pair], names: Sequence[str], whole: str, text: Callable[[float], str]) -> Table:
-    """A line for each term, and their sum; the bar of a term goes from the sum before it to the sum after it."""
+def _waterfall(terms: Mapping[str, Pair], names: Sequence[str], total: str, text: Callable[[float], str]) -> Table:
+    """A line for each term, and their sum. The bar of a term goes from the sum before it to the sum after it.
+
+    Args:
+        terms: name → (value in the first plan, value in the second).
+        names: of the plans.
+        total: label of the sum.
+        text: formats a value.
+    """
     sums = [sum(pair[0] for pair in terms.values())]
     for first, second in terms.values():
         sums.append(sums[-1] + second - first)
@@ -71,21 +79,22 @@ def _waterfall(terms: Mapping[str, Pair], names: Sequence[str], whole: str, text
     table = _table(("",), (*names, "difference"))
     table.add_column("", no_wrap=True)
     for (term, (first, second)), begin, end in zip(terms.items(), sums, sums[1:], strict=False):
-        left, right = (round(_WIDE * (at - low) / ((high - low) or 1)) for at in sorted((begin, end)))
+        start, stop = (round(_WIDE * (value - low) / ((high - low) or 1)) for value in sorted((begin, end)))
         mark, style = ("█", "red") if second > first else ("▒", "green")
-        bar = Text.assemble(" " * left, (mark * max(1, right - left) if second != first else "", style))
+        bar = Text.assemble(" " * start, (mark * max(1, stop - start) if second != first else "", style))
         table.add_row(term, *(text(n) if n else "–" for n in (first, second)), _signed(second - first, text), bar)
     table.add_section()
-    table.add_row(whole, text(sums[0]), text(sums[-1]), _signed(sums[-1] - sums[0], text), "")
+    table.add_row(total, text(sums[0]), text(sums[-1]), _signed(sums[-1] - sums[0], text), "")
     return table
 
 
 def _verdict(difference: Difference, names: Sequence[str]) -> Text:
+    """A sentence about which plan is faster, and by how much."""
     first, second = (prediction.seconds for prediction in difference.predictions)
     faster, slower = (0, 1) if first.seconds <= second.seconds else (1, 0)
     least, most = sorted((first.seconds, second.seconds))
-    apart = first.high < second.low or second.high < first.low
-    unsure = "" if apart else ", within their intervals: measure both to be sure"
+    intervals_overlap = first.high >= second.low and second.high >= first.low
+    unsure = ", within their intervals: measure both to be sure" if intervals_overlap else ""
     if least == most:
         return Text("both take the same")
     return Text(f"{names[faster]} takes {100 * (1 - least / most):.0f} % less time than {names[slower]}{unsure}")

@@ -1,4 +1,4 @@
-"""A profile of hardware for the terminal: the highest rates, and what small and large calls attain of them.
+"""Prints a hardware profile: the highest rates, and the share of them that small and large calls attain.
 
 what                      at most  of it, smallest                largest    start  scatter
 products, float32    101 Gflop/s  48 % at 524 kflop  83.6 % at 2.15 Gflop             8.9 %
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def profile(profile: Profile) -> RenderableType:
-    """The rates of a profile, a line each."""
+    """A table with a line for each rate of a profile."""
     cores = f", {profile.cores} at once" if profile.cores else ""
     heading = Text.assemble((profile.name, "bold"), f": {size_text(profile.memory)}, {profile.notes.strip()}{cores}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -50,13 +50,13 @@ def _add(table: Table, name: str, link: Link) -> None:
 
 
 def _ends(curve: Curve, unit: str) -> tuple[str, str]:
-    """What the smallest and the largest call of a curve attain, with their sizes."""
+    """The efficiency of the smallest and the largest call of a curve, with their sizes."""
 
-    def said(point: tuple[float, float]) -> str:
+    def text(point: tuple[float, float]) -> str:
         size, efficiency = point
         return f"{_percent(efficiency)} at {size_text(size) if unit == 'B' else count_text(size) + unit}"
 
-    return said(curve.points[0]), said(curve.points[-1])
+    return text(curve.points[0]), text(curve.points[-1])
 
 
 def _percent(fraction: float) -> str:

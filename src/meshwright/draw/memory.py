@@ -1,7 +1,7 @@
-"""``MemoryProfile``: what is alive when on the ranks of each role, the peak marked. Facts before ink.
+"""``MemoryProfile``: the memory of the ranks of each role over a step, with its peak.
 
-of a plan alone      the parameters that each role holds at rest, in bytes
-of a prediction      also what lives at most in each action and phase of the step, by what it is
+from a plan alone      bytes of the parameters that each role holds at rest
+from a prediction      also the most bytes in each action and phase of the step, by kind
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ if TYPE_CHECKING:  # predictions are made where torch is loaded
     from meshwright.prediction.memory import Memory
     from meshwright.prediction.result import Prediction
 
-_SITES = 12  # places that made what lives at a peak
+_SITES = 12  # most source lines whose tensors are listed at a peak
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The most bytes that live in an action (``0F3``) or phase (``optimizer``), and what they are."""
+    """The largest memory within an action (``0F3``) or phase (``optimizer``) of a step.
+
+    Attributes:
+        what: the action or phase.
+        bytes: of all tensors.
+        items: kind of a tensor → bytes.
+    """
 
     what: str
     bytes: int
@@ -30,7 +36,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Site:
-    """Bytes of activations and temporaries that live at a peak, by where they were made."""
+    """Activations and temporaries that are alive at a peak, made by one function in one line of one module."""
 
     module: str
     line: str
@@ -40,15 +46,17 @@ class Site:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """The memory of ranks that do the same.
+    """The memory of the ranks of one role.
 
     Attributes:
-        name: for a person; ``ranks``: all of them; ``stage``: their place on the pipeline axis.
-        at_rest: bytes of the parameters that one of them holds between steps: the least and the most.
+        name: of the role, for a person.
+        ranks: all ranks of the role.
+        stage: their index on the pipeline axis.
+        at_rest: (least, most) bytes of parameters that one of them holds between steps.
         moments: of the step, in order; empty for a plan alone.
-        peak: the index of the moment at which most bytes live; -1 for a plan alone.
-        device: bytes that a device must have: without what an allocator may hold besides, and with it.
-        sites: where the largest activations and temporaries of the peak were made.
+        peak: index of the moment with the most bytes; -1 for a plan alone.
+        device: bytes that a device needs: (without, with) the extra memory that an allocator may hold.
+        sites: the largest activations and temporaries at the peak.
     """
 
     name: str
@@ -66,8 +74,10 @@ class MemoryProfile:
     """The memory of every role.
 
     Attributes:
+        roles: one for each role.
         capacity: bytes of a device; 0 for a plan alone.
-        taken: of those, what a process takes besides its tensors.
+        taken: bytes of the device that a process uses besides its tensors.
+        notes: texts for a reader.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -77,24 +87,30 @@ class MemoryProfile:
 
     @property
     def fits(self) -> bool:
-        """Whether every role fits its device; True where no device is known."""
+        """Whether every role fits its device; True if no device is known."""
         return not self.capacity or all(role.device[1] <= self.capacity for role in self.roles)
 
 
 def memory_profile(shards: ShardMap, prediction: Prediction | None = None) -> MemoryProfile:
-    """What lives on each role. ``prediction``: of the same plan."""
+    """The memory of each role.
+
+    Args:
+        shards: of the plan.
+        prediction: of the same plan; None for a plan alone.
+    """
     sizes = shards.bytes_by_rank
     roles = []
     for role in roles_of(shards.recipe):
-        held = [sizes[rank] for rank in role.ranks]
-        base = RoleMemory(role.name, role.ranks, role.stage, (min(held), max(held)))
-        roles.append(base if prediction is None else _predicted(base, prediction, role.rank))
+        at_rest = [sizes[rank] for rank in role.ranks]
+        memory = RoleMemory(role.name, role.ranks, role.stage, (min(at_rest), max(at_rest)))
+        roles.append(memory if prediction is None else _predicted(memory, prediction, role.rank))
     if prediction is None:
         return MemoryProfile(tuple(roles))
     return MemoryProfile(tuple(roles), prediction.capacity, prediction.taken)
 
 
 def _predicted(base: RoleMemory, prediction: Prediction, rank: int) -> RoleMemory:
+    """The memory of a role with its moments, from the prediction of its rank."""
     memory = prediction.memory(rank)
     moments = tuple(Moment(phase.what, phase.nbytes, dict(phase.items)) for phase in memory.phases)
     peak = max(range(len(moments)), key=lambda i: moments[i].bytes, default=-1)

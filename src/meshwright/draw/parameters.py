@@ -1,4 +1,4 @@
-"""``ParameterFacts``: what a shard map says of one parameter; and ``Row``, those of repeated blocks, folded into one line."""
+"""``ParameterFacts``: the facts of one parameter in a shard map. ``Row``: parameters of repeated blocks, folded into a row."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from meshwright.recipe import ParameterRecipe, Recipe, Slices
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter.
+    """The facts of one parameter.
 
     Attributes:
-        name, aliases: all its names; tied ones are aliases.
+        name: its first name.
+        aliases: its other names, if it is tied.
         shape, dtype: of the whole parameter.
-        layout: on each axis of the mesh, in mesh order.
-        unit: the module whose parameters are gathered with it; empty for the root.
-        reason: why it is cut as it is, or left whole.
+        layout: axis → layout, in mesh order.
+        unit: the module whose parameters FSDP2 gathers together with this one; empty for the root.
+        reason: why it is sharded or replicated over tp.
         bytes: of the whole parameter.
         requires_grad: whether it is trained.
-        stages: the pipeline stages that use it; without a pipeline stage 0.
-        places: where it is used: 0 is the trunk, others are branches, as `Recipe.branches` numbers them from 1 on.
+        stages: the pipeline stages that use it; stage 0 without a pipeline.
+        places: numbers of the submeshes on which it is used: 0 is the trunk, others are branches, as in `Recipe.branches`.
     """
 
     name: str
@@ -42,11 +43,11 @@ class ParameterFacts:
     places: tuple[int, ...] = (0,)
 
     def on_axis(self, axis: str) -> Layout:
-        """The layout on an axis; of a parameter of a branch, on that axis of its place."""
+        """The layout on an axis. For a parameter of a branch, on that axis of the branch's mesh."""
         return next((layout for name, layout in self.layout.items() if name.split(" ")[0] == axis), REPLICATE)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values; layouts as words."""
+        """The facts as plain values, for JSON. Layouts are text."""
         return {
             "name": self.name,
             "aliases": list(self.aliases),
@@ -64,13 +65,13 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that differ in nothing but the numbers in their names.
+    """Parameters that differ only in the numbers in their names.
 
     Attributes:
-        label: their name, with the ranges of the numbers: ``model.layers.{0…31}.mlp.up_proj.weight``.
-        names: all of them, in the model's order.
-        first: the facts of the first, which are those of all, but for the stage.
-        by_stage: stages of a pipeline → the names that these stages use.
+        label: their common name, with ranges of numbers: ``model.layers.{0…31}.mlp.up_proj.weight``.
+        names: of all parameters, in the model's order.
+        first: the facts of the first parameter. Those of the others are equal, except for names and stages.
+        by_stage: stages of a pipeline → names of the parameters that these stages use.
     """
 
     label: str
@@ -84,7 +85,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Of all of them together."""
+        """Size of all parameters of the row."""
         return self.count * self.first.bytes
 
     def __str__(self) -> str:
@@ -108,20 +109,24 @@ def facts_of(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
 
 
 def elements(slices: Slices) -> int:
-    """How many elements the ranges hold."""
+    """Number of elements in slices."""
     return prod(sum(stop - start for start, stop in ranges) for ranges in slices)
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element: of ``float32`` 4, of ``float8_e4m3fn`` 1, of ``bool`` 1."""
+    """Bytes of an element of a dtype, by its name.
+
+    >>> itemsize("float32"), itemsize("float8_e4m3fn"), itemsize("bool")
+    (4, 1, 1)
+    """
     bits = re.search("[0-9]+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
 def fold(parameters: Iterable[ParameterFacts]) -> tuple[Row, ...]:
-    """Parameters whose names differ in whole numbers only, and that are alike in all else, as one row each.
+    """Folds parameters whose names differ only in numbers, and whose other facts are equal, into one row.
 
-    Numbers are folded only where every combination is there: the label then says exactly which names it stands for.
+    Numbers are folded only if every combination exists, so that the label determines the names exactly.
     """
     order: dict[str, int] = {}
     kinds: dict[Any, list[ParameterFacts]] = {}
@@ -133,7 +138,7 @@ def fold(parameters: Iterable[ParameterFacts]) -> tuple[Row, ...]:
 
 
 def _kind(facts: ParameterFacts) -> Any:
-    """What parameters of one row share."""
+    """A key that the parameters of one row share."""
     names = tuple(pattern(name) for name in (facts.name, *facts.aliases))
     layout = tuple(facts.layout.values())
     return (
@@ -144,13 +149,14 @@ def _kind(facts: ParameterFacts) -> Any:
         layout,
         facts.reason,
         facts.requires_grad,
-        facts.stages if len(facts.stages) > 1 else (),  # stages that do the same are told once
+        facts.stages if len(facts.stages) > 1 else (),  # parameters of one stage each are folded over stages
         facts.places,
     )
 
 
-def _rows(alike: list[ParameterFacts]) -> list[Row]:
-    facts = {f.name: f for f in alike}
+def _rows(same_kind: list[ParameterFacts]) -> list[Row]:
+    """The rows of parameters of one kind."""
+    facts = {f.name: f for f in same_kind}
     rows = []
     for folded in fold_alike(list(facts)):
         by_stage: dict[tuple[int, ...], list[str]] = {}

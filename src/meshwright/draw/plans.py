@@ -1,4 +1,4 @@
-"""Plans that were found, for the terminal: a table, why the first is the fastest, and why others are not there."""
+"""Prints the plans that a search found: a table, why the first is the fastest, and which plans do not fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from meshwright.search.find import Found, Proposal
     from meshwright.search.space import Candidate
 
-_REJECTED = 6  # families that do not fit
-_FRONTIER = 8  # plans between the smallest and the fastest
+_REJECTED = 6  # most families of plans that do not fit
+_FRONTIER = 8  # most plans between the smallest and the fastest
+_TERMS = 3  # most terms of a step that are named
+_SMALL = 0.005  # terms with a smaller share of a step are left out: they would print as 0 %
 
 
 def drawn(found: Found, profile: Profile, file: str | None) -> RenderableType:
-    """What a search found. ``file``: where the best plan was written."""
+    """The result of a search as a renderable for rich. ``file``: that the best plan was written to, or None."""
     heading = Text.assemble(
         (f"{found.considered:,} plans", "bold"),
         f" on {profile.name}, of which {found.fitting:,} fit {size_text(profile.memory)}",
@@ -48,17 +50,18 @@ def _plans(found: Found) -> Table:
     for name in ("a step", "interval", "memory of a rank", "most of the time"):
         table.add_column(name, justify="right" if name != "most of the time" else "left")
     for proposal in found.plans:
-        of = proposal.estimate.candidate
+        candidate = proposal.estimate.candidate
+        rows = candidate.rows
         table.add_row(
-            str(proposal.plan.mesh), f"{of.microbatches} of {of.rows} row{'s' * (of.rows > 1)}", _schedule(of),
-            _recompute(of), duration_text(proposal.seconds), _interval(proposal),
-            size_text(proposal.nbytes), _most(proposal),
+            str(proposal.plan.mesh), f"{candidate.microbatches} of {rows} row{'s' * (rows > 1)}", _schedule(candidate),
+            _recompute(candidate), duration_text(proposal.seconds), _interval(proposal),
+            size_text(proposal.nbytes), _largest_terms(proposal),
         )  # fmt: skip
     return table
 
 
 def beside(found: Found) -> Table:
-    """A line for each plan, the fastest that was measured first; errors: (predicted - measured) / measured."""
+    """A line for each measured plan, the fastest first. Errors are (predicted - measured) / measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mesh")
     for name in ("predicted", "measured", "error", "memory", "measured", "error"):
@@ -67,22 +70,25 @@ def beside(found: Found) -> Table:
         predicted, run = proposal.prediction, proposal.measured
         if predicted is None or run is None:
             continue
-        seconds, ran = predicted.seconds.seconds, run.seconds.seconds
+        seconds, measured = predicted.seconds.seconds, run.seconds.seconds
         table.add_row(
-            str(proposal.plan.mesh), duration_text(seconds), duration_text(ran), f"{100 * (seconds / ran - 1):+.0f} %",
+            str(proposal.plan.mesh), duration_text(seconds), duration_text(measured),
+            f"{100 * (seconds / measured - 1):+.0f} %",
             size_text(predicted.peak), size_text(run.peak), f"{100 * (predicted.peak / run.peak - 1):+.0f} %",
         )  # fmt: skip
     return table
 
 
-def _schedule(of: Candidate) -> str:
-    return "–" if of.pp == 1 else "1f1b" if of.chunks == 1 else f"interleaved × {of.chunks}"
+def _schedule(candidate: Candidate) -> str:
+    if candidate.pp == 1:
+        return "–"
+    return "1f1b" if candidate.chunks == 1 else f"interleaved × {candidate.chunks}"
 
 
-def _recompute(of: Candidate) -> str:
-    if not of.recompute:
+def _recompute(candidate: Candidate) -> str:
+    if not candidate.recompute:
         return "none"
-    return f"all but {of.kept * of.pp} blocks" if of.kept else "blocks"
+    return f"all but {candidate.kept * candidate.pp} blocks" if candidate.kept else "blocks"
 
 
 def _interval(proposal: Proposal) -> str:
@@ -92,21 +98,19 @@ def _interval(proposal: Proposal) -> str:
     return f"{duration_text(seconds.low)} to {duration_text(seconds.high)}"
 
 
-def _most(proposal: Proposal) -> str:
+def _largest_terms(proposal: Proposal) -> str:
     """The largest terms of a step, in percent."""
-    terms = sorted(proposal.terms.items(), key=lambda item: -item[1])[:3]
+    terms = sorted(proposal.terms.items(), key=lambda item: -item[1])[:_TERMS]
     shares = {term: seconds / proposal.seconds for term, seconds in terms}
-    return ", ".join(f"{term} {share:.0%}" for term, share in shares.items() if share > 0.005)
+    return ", ".join(f"{term} {share:.0%}" for term, share in shares.items() if share > _SMALL)
 
 
 def _rejected(found: Found) -> list[Text]:
-    lines = [
-        Text(
-            f"  pp={r.pp}, tp={r.tp}: {r.count} plans; the smallest ({_named(r.least)}) needs {size_text(r.nbytes)} on a rank,"
-            f" {size_text(r.nbytes - r.capacity)} too much"
-        )
-        for r in found.rejected[:_REJECTED]
-    ]
+    lines = []
+    for family in found.rejected[:_REJECTED]:
+        smallest = f"the smallest ({_candidate_text(family.least)}) needs {size_text(family.nbytes)} on a rank"
+        excess = size_text(family.nbytes - family.capacity)
+        lines.append(Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much"))
     more = len(found.rejected) - _REJECTED
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 
@@ -115,15 +119,20 @@ def _frontier(found: Found) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     step = max(1, len(found.frontier) // _FRONTIER)
     for estimate in found.frontier[::-1][::step][:_FRONTIER]:
-        table.add_row(size_text(estimate.nbytes), duration_text(estimate.seconds), _named(estimate.candidate))
+        table.add_row(size_text(estimate.nbytes), duration_text(estimate.seconds), _candidate_text(estimate.candidate))
     return table
 
 
-def _named(of: Candidate) -> str:
-    sizes = {"pp": of.pp, "dp_replicate": of.dp_replicate, "dp_shard": of.dp_shard, "tp": of.tp}
+def _candidate_text(candidate: Candidate) -> str:
+    sizes = {
+        "pp": candidate.pp,
+        "dp_replicate": candidate.dp_replicate,
+        "dp_shard": candidate.dp_shard,
+        "tp": candidate.tp,
+    }
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
     more = [
-        f"{of.microbatches} microbatches" if of.microbatches > 1 else "",
-        f"recompute {_recompute(of)}" if of.recompute else "",
+        f"{candidate.microbatches} microbatches" if candidate.microbatches > 1 else "",
+        f"recompute {_recompute(candidate)}" if candidate.recompute else "",
     ]
-    return ", ".join(filter(None, [mesh, *more, _schedule(of) if of.pp > 1 else ""]))
+    return ", ".join(filter(None, [mesh, *more, _schedule(candidate) if candidate.pp > 1 else ""]))

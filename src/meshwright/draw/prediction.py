@@ -1,4 +1,4 @@
-"""A prediction for the terminal: memory of each role, what lives at its peak, and where the time of a step goes.
+"""Prints a prediction: the memory of each role, the tensors alive at its peak, and the terms of a step's time.
 
 role     ranks  peak     at   on a device  of 79.2 GiB
 stage 0  0–3    3.4 GiB  0F3  4.0–4.2 GiB  █░           5 %, fits, 75.0 GiB left
@@ -30,18 +30,21 @@ if TYPE_CHECKING:  # predictions are made where torch is loaded
     from meshwright.prediction.result import Prediction
     from meshwright.prediction.roles import Role
 
-_MOST = 16  # roles in the table of memory, and ranks in that of measurements
-_ITEMISED = 5  # roles whose memory is itemised
-_SITES = 8  # places that made what lives at the peak
-_WIDE, _NARROW = 40, 10  # columns of the bars of time, and of memory
+_MOST = 16  # most roles in the table of memory, and most ranks in the table of measurements
+_ITEMISED = 5  # most roles whose memory is itemised: their columns fit beside each other
+_SITES = 8  # most source lines whose tensors are listed at the peak
+_WIDE, _NARROW = 40, 10  # characters of the bars of time, and of memory
+_MODULES = 2  # most modules that are named for a source line
 _CAPTION = "at: the action of the schedule (stage, F: forward, B: backward, microbatch), or the phase of the step"
 
 
 def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> RenderableType:
-    """A prediction.
+    """A prediction as a renderable for rich.
 
     Args:
-        unit, amount: what a step works on: so many tokens, or rows; nothing, if that is not known.
+        prediction: to print.
+        unit: ``tokens`` or ``rows``.
+        amount: number of them in a step; 0 if it is not known.
     """
     ranks = sum(role.count for role in prediction.roles)
     heading = Text.assemble(
@@ -53,7 +56,7 @@ def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> Renderab
     return Group(
         heading,
         *_titled("memory of a rank", _memory(prediction), Text(_CAPTION, style="dim")),
-        *_when(prediction),
+        *_over_time(prediction),
         *_titled("what it is", _items(prediction)),
         *_alive(largest.name, prediction.memories[largest.rank]),
         *_titled("seconds of a step", _waterfall(prediction)),
@@ -64,7 +67,7 @@ def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> Renderab
 
 
 def beside(predicted: Prediction, measured: Prediction) -> RenderableType:
-    """What was predicted and what was measured, with signed errors: of the step, and of the peak of each rank."""
+    """A table of predicted and measured values with signed errors: of the step, and of each rank's peak memory."""
     table = _table(("", "ranks"), ("predicted", "measured", "error"))
     errors = predicted - measured
     table.add_row(
@@ -79,13 +82,14 @@ def beside(predicted: Prediction, measured: Prediction) -> RenderableType:
         table.add_row("…", *[""] * 4)
     low, high = predicted.seconds.low, predicted.seconds.high
     within = low <= measured.seconds.seconds <= high
-    said = f"the measured step is {'within' if within else 'outside of'} the predicted interval, {_between(low, high)}"
-    return Group(*_titled("predicted and measured", table), Text(said))
+    side = "within" if within else "outside of"
+    summary = f"the measured step is {side} the predicted interval, {_between(low, high)}"
+    return Group(*_titled("predicted and measured", table), Text(summary))
 
 
 def rehearsed(run: DryRun) -> RenderableType:
-    """What one rank does in a step, beside what is predicted of its role."""
-    same = run.rank == run.role.rank
+    """The rehearsed step of one rank, beside the prediction for its role."""
+    is_role_rank = run.rank == run.role.rank
     heading = Text.assemble(
         (f"rank {run.rank} of {run.mesh}", "bold"),
         f" on {run.hardware}: {run.role.name}, with {run.role.count} rank{'s' * (run.role.count > 1)} alike",
@@ -94,7 +98,7 @@ def rehearsed(run: DryRun) -> RenderableType:
     return Group(
         heading,
         *_titled(f"memory at the peak ({run.memory.when})", _compared(run)),
-        *((Text(alone, style="dim"),) if same else ()),
+        *((Text(alone, style="dim"),) if is_role_rank else ()),
         *_alive(f"rank {run.rank}", run.memory),
         *_exchanges(run),
         Text(),
@@ -107,12 +111,11 @@ def rehearsed(run: DryRun) -> RenderableType:
 
 
 def _memory(prediction: Prediction) -> Table:
-    """A line for each role: what lives at its peak, what a device must have for it, and whether the device has that."""
-    of = f"of {size_text(prediction.capacity)}" if prediction.capacity else ""
-    table = _table(("role", "ranks"), ("peak", "at", "on a device"), (of,))
+    """A line for each role: its peak, the memory that a device needs, and whether the device has it."""
+    capacity = f"of {size_text(prediction.capacity)}" if prediction.capacity else ""
+    table = _table(("role", "ranks"), ("peak", "at", "on a device"), (capacity,))
     names, ranks, *_, verdicts = table.columns
-    # A narrow terminal breaks verdicts alone.
-    names.no_wrap, verdicts.no_wrap, ranks.min_width = True, False, len("ranks")
+    names.no_wrap, verdicts.no_wrap, ranks.min_width = True, False, len("ranks")  # a narrow terminal breaks only verdicts
     for role in prediction.roles[:_MOST]:
         memory = prediction.memories[role.rank]
         low, high = prediction.device_bytes(role.rank)
@@ -125,8 +128,8 @@ def _memory(prediction: Prediction) -> Table:
     return table
 
 
-def _when(prediction: Prediction) -> Iterator[RenderableType]:
-    """A line for each role: what lives in each action and phase of the step, from its first to its last."""
+def _over_time(prediction: Prediction) -> Iterator[RenderableType]:
+    """A curve for each role: the memory in each action and phase of the step."""
     memories = [(role, prediction.memories[role.rank]) for role in prediction.roles[:_MOST]]
     if not any(memory.phases for _, memory in memories):
         return
@@ -134,19 +137,19 @@ def _when(prediction: Prediction) -> Iterator[RenderableType]:
     for role, memory in memories:
         amounts = [phase.nbytes for phase in memory.phases]
         line = sparkline(amounts, prediction.peak)
-        at = line.index(max(line)) if line else 0
-        table.add_row(
-            role.name, Text.assemble((line[:at], "blue"), (line[at : at + 1], "bold red"), (line[at + 1 :], "blue"))
-        )
+        peak = line.index(max(line)) if line else 0
+        before, after = (line[:peak], "blue"), (line[peak + 1 :], "blue")
+        table.add_row(role.name, Text.assemble(before, (line[peak : peak + 1], "bold red"), after))
     yield from _titled("what lives when, the peak of each role in red", table)
 
 
 def _filled(low: int, high: int, capacity: int) -> Text:
-    """How much of a device is taken: what lives, and what its allocator may hold besides; then the share of both."""
-    full, held = (min(_NARROW, round(_NARROW * nbytes / capacity)) for nbytes in (low, high))
+    """A bar of a device's memory: the tensors, then what its allocator may hold besides; with the share of both."""
+    tensors, reserved = (min(_NARROW, round(_NARROW * nbytes / capacity)) for nbytes in (low, high))
     style = "green" if high <= capacity else "red"
     share = f" {100 * high / capacity:3.0f} %, "
-    return Text.assemble(("█" * full + "░" * (held - full), style), "·" * (_NARROW - held), share)
+    bar = "█" * tensors + "░" * (reserved - tensors)
+    return Text.assemble((bar, style), "·" * (_NARROW - reserved), share)
 
 
 def _verdict(high: int, capacity: int) -> Text:
@@ -156,13 +159,14 @@ def _verdict(high: int, capacity: int) -> Text:
 
 
 def _items(prediction: Prediction) -> RenderableType:
-    """What lives at the peak, a line for each kind and a column for each role: those that need most, if they are many."""
+    """The memory at the peak: a line for each kind, a column for each role. Of many roles, those that need the most."""
     by_peak = sorted(prediction.roles, key=lambda role: -prediction.memories[role.rank].peak)[:_ITEMISED]
     shown = [role for role in prediction.roles if role in by_peak]
-    left = len(prediction.roles) - len(shown)
-    others = Text(f"and {left} role{'s' * (left > 1)} that need no more than these", style="dim")
     table = _itemised(shown, [prediction.memories[role.rank] for role in shown])
-    return Group(table, others) if left else table
+    others = len(prediction.roles) - len(shown)
+    if not others:
+        return table
+    return Group(table, Text(f"and {others} role{'s' * (others > 1)} that need no more than these", style="dim"))
 
 
 def _itemised(roles: Sequence[Role], memories: Sequence[Memory]) -> Table:
@@ -175,7 +179,7 @@ def _itemised(roles: Sequence[Role], memories: Sequence[Memory]) -> Table:
 
 
 def _kinds(memories: Sequence[Memory]) -> list[str]:
-    """The kinds of what lives, the largest first."""
+    """The kinds of tensors, those with the most bytes first."""
     most: dict[str, int] = defaultdict(int)
     for memory in memories:
         for kind, nbytes in memory.items.items():
@@ -186,18 +190,18 @@ def _kinds(memories: Sequence[Memory]) -> list[str]:
 def _compared(run: DryRun) -> Table:
     """A line for each kind: rehearsed, predicted, and the difference."""
     table = _table(("",), (f"rank {run.rank}", f"predicted (rank {run.role.rank})", "error"))
-    mine, predicted = run.memory, run.predicted
-    for kind in _kinds((mine, predicted)):
-        a, b = mine.items.get(kind, 0), predicted.items.get(kind, 0)
+    rehearsed_memory, predicted = run.memory, run.predicted
+    for kind in _kinds((rehearsed_memory, predicted)):
+        a, b = rehearsed_memory.items.get(kind, 0), predicted.items.get(kind, 0)
         table.add_row(kind, _amount(a), _amount(b), _signed(b / a - 1) if a else "")
     table.add_section()
-    error = _signed(predicted.peak / mine.peak - 1) if mine.peak else ""
-    table.add_row("all", size_text(mine.peak), size_text(predicted.peak), error)
+    error = _signed(predicted.peak / rehearsed_memory.peak - 1) if rehearsed_memory.peak else ""
+    table.add_row("all", size_text(rehearsed_memory.peak), size_text(predicted.peak), error)
     return table
 
 
 def _alive(who: str, memory: Memory) -> Iterator[RenderableType]:
-    """Where the activations and temporaries that live at the peak were made; equal places of repeated blocks are one line."""
+    """The source lines of the activations and temporaries at the peak. A line of several repeated blocks comes once."""
     sites = _folded(memory)
     if not sites:
         return
@@ -211,23 +215,25 @@ def _alive(who: str, memory: Memory) -> Iterator[RenderableType]:
 
 
 def _folded(memory: Memory) -> list[tuple[str, str, str, int]]:
-    """(modules, line, function, bytes), the largest first: what one line made with one function, in modules alike."""
-    made: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    """(modules, line, function, bytes), the largest first, for each source line and function."""
+    bytes_by_module: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)  # (line, function) → module → bytes
     for (module, line, function), nbytes in memory.sites.items():
-        made[line, function][module] = nbytes
+        bytes_by_module[line, function][module] = nbytes
     folded = [
-        (_modules(modules, line), _place(line), function, sum(modules.values()))
-        for (line, function), modules in made.items()
+        (_modules(modules, line), _position(line), function, sum(modules.values()))
+        for (line, function), modules in bytes_by_module.items()
     ]
     return sorted(folded, key=lambda site: -site[3])
 
 
 def _modules(modules: Iterable[str], line: str) -> str:
-    named = few([folded.label for folded in fold_names(filter(None, modules))], 2)
-    return named or ("–" if line else "outside of the model")
+    """The folded names of modules, as text."""
+    text = few([folded.label for folded in fold_names(filter(None, modules))], _MODULES)
+    return text or ("–" if line else "outside of the model")
 
 
-def _place(line: str) -> str:
+def _position(line: str) -> str:
+    """A source line ``file:number`` with a short path; ``–`` if there is none."""
     file, _, number = line.rpartition(":")
     return source_place(file, int(number)) if file else "–"
 
@@ -244,16 +250,16 @@ def _exchanges(run: DryRun) -> Iterator[RenderableType]:
 
 
 def _waterfall(prediction: Prediction) -> Table:
-    """The terms of a step, each beginning where the one before ends."""
+    """The terms of a step's time. The bar of each term begins where the previous one ends."""
     seconds = prediction.seconds
     table = _table(("",), ("", ""), ("",))
     table.show_header = False
-    done, whole = 0.0, sum(seconds.waterfall.values()) or 1.0
-    for term, took in seconds.waterfall.items():
-        start, stop = (round(_WIDE * at / whole) for at in (done, done + took))
+    begin, total = 0.0, sum(seconds.waterfall.values()) or 1.0
+    for term, duration in seconds.waterfall.items():
+        start, stop = (round(_WIDE * moment / total) for moment in (begin, begin + duration))
         bar = Text.assemble(" " * start, ("█" * (stop - start) or "▏", _style(term)))
-        table.add_row(term, duration_text(took), f"{100 * took / whole:.0f} %", bar)
-        done += took
+        table.add_row(term, duration_text(duration), f"{100 * duration / total:.0f} %", bar)
+        begin += duration
     table.add_section()
     table.add_row("a step", duration_text(seconds.seconds), "", _between(seconds.low, seconds.high))
     return table
@@ -266,7 +272,7 @@ def _style(term: str) -> str:
 
 
 def _rate(prediction: Prediction, unit: str, amount: float) -> Text:
-    """Tokens or rows a second, of all ranks and of one."""
+    """Tokens or rows per second, of all ranks together and of one."""
     seconds, ranks = prediction.seconds, sum(role.count for role in prediction.roles)
     if not seconds.seconds or not amount:
         return Text()

@@ -1,4 +1,4 @@
-"""The verdict of two recordings for the terminal.
+"""Prints the verdict of comparing two recordings.
 
 runs/eight against runs/one, step 1
 
@@ -29,15 +29,16 @@ from meshwright.names import fold_names
 if TYPE_CHECKING:  # recordings are compared where torch is loaded
     from meshwright.recording.verdict import Explained, Verdict, Wrong
 
-_NAMES, _LINES = 4, 6  # of a cause: folded names, and lines
+_NAMES, _LINES = 4, 6  # most folded names, and most lines, of a cause
 
 
 def drawn(verdict: Verdict, *, page: str, every: bool = False) -> RenderableType:
-    """A verdict.
+    """A verdict as a renderable for rich.
 
     Args:
-        page: where causes are explained.
-        every: a line for each thing that differs, not for the first few of a cause.
+        verdict: the result of the comparison.
+        page: the page of the documentation that explains causes.
+        every: print a line for each difference, not only for the first ones of a cause.
     """
     parts: list[RenderableType] = [
         Text(f"{verdict.many} against {verdict.one}, {_steps(verdict.steps)}", style="bold"),

@@ -1,10 +1,10 @@
-"""``Report``: everything there is to see of a plan, as plain data; renderers (``html``) only draw it.
+"""``Report``: all facts about a plan that can be drawn, as plain data. Renderers (``html``) only draw it.
 
-    recipe ─────► shards (``facts``), timeline, memory, communication       a plan alone: no process, any world size
-    prediction ─► the same in seconds and bytes, and the terms of a step    with a profile of the hardware
-    job ────────► mismatches                                                what ranks really hold, where it differs
+    recipe ─────► shards (``facts``), timeline, memory, communication       from a plan alone: no process, any world size
+    prediction ─► these in seconds and bytes, and the terms of a step       with a hardware profile
+    job ────────► mismatches                                                shards on ranks that differ from the recipe
 
-``to_json`` and ``from_json`` are each other's inverse.
+``from_json`` is the inverse of ``to_json``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ if TYPE_CHECKING:  # predictions are made where torch is loaded
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes under a plan, predicted or measured.
+    """Time and memory of a step under a plan, predicted or measured.
 
     Attributes:
-        name: of the plan; ``mesh``, ``hardware``: as text; ``source``: ``predicted`` or ``measured``.
+        name: of the plan.
+        mesh, hardware: as text.
+        source: ``predicted`` or ``measured``.
         seconds: (mean, low, high).
-        terms: of the mean, on the rank that ends last, in seconds.
-        peak: bytes on the rank that needs most; ``capacity``: of a device; ``fits``: whether all ranks fit.
+        terms: name → seconds; they add up to the mean, on the rank that ends last.
+        peak: bytes on the rank that needs the most.
+        capacity: bytes of a device.
+        fits: whether every rank fits its device.
     """
 
     name: str
@@ -52,13 +56,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything there is to see of a plan.
+    """All facts about a plan that can be drawn.
 
     Attributes:
-        title: what the plan is of.
-        steps: what a step takes: this plan's, then those of plans to compare with; empty without a prediction.
-        mismatches: what ranks of a job hold otherwise than the recipe says: an alarm. None where no job was looked at.
-        per_node: ranks of a node; 0 where it is not known.
+        title: name of the model or the run.
+        recipe: every decision of the plan.
+        timeline, memory, communication: facts of a step.
+        steps: time and memory of a step: of this plan, then of plans to compare with; empty without a prediction.
+        mismatches: shards that differ from the recipe, which is an alarm. None if no job was checked.
+        notes: texts for a reader.
+        per_node: number of ranks of a node; 0 if it is not known.
     """
 
     title: str
@@ -78,12 +85,12 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether no rank of a job was found to hold something else than the recipe says."""
+        """Whether no mismatch is known."""
         return not self.mismatches
 
     def html(self) -> str:
-        """All of it as one HTML file, which a browser opens from disk."""
-        from meshwright.draw.html.page import page  # jinja2 is loaded where a page is made
+        """The report as one HTML file, which a browser opens from disk."""
+        from meshwright.draw.html.page import page  # imported here, as jinja2 is needed for pages only
 
         return page(self)
 
@@ -92,12 +99,12 @@ class Report:
         return f'<iframe sandbox="allow-scripts" style="{frame}" srcdoc="{escape(self.html())}"></iframe>'
 
     def to_json(self) -> str:
-        """All of it, also what was worked out."""
+        """The report as JSON."""
         return json.dumps(to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that ``to_json`` gave."""
+        """The report from the text of ``to_json``."""
         return from_plain(cls, json.loads(text))
 
 
@@ -109,25 +116,25 @@ def report(
     others: Mapping[str, Prediction] | None = None,
     mismatches: Sequence[Mismatch] | None = None,
 ) -> Report:
-    """Everything there is to see of a plan.
+    """Collects the facts of a plan.
 
     Args:
-        shards: of a plan alone (``make_recipe``), or of a job; or a prediction, which has its recipe.
+        shards: a recipe (``make_recipe``) or its shard map; or a prediction, which has its recipe.
         prediction: of the same plan.
-        title: what the plan is of.
-        others: of other plans of the model, by name, to compare with.
-        mismatches: what ranks of a job hold otherwise than the recipe says.
+        title: name of the model or the run.
+        others: name → prediction of another plan of the model, to compare with.
+        mismatches: shards on ranks of a job that differ from the recipe.
 
     Raises:
-        ValueError: a prediction without a recipe: what was measured.
+        ValueError: the prediction has no recipe, since it was measured.
     """
     if not isinstance(shards, (Recipe, ShardMap)):
         return report(_recipe_of(shards), shards, title=title, others=others, mismatches=mismatches)
     if isinstance(shards, Recipe):
         shards = shard_map(shards)
     recipe = shards.recipe
-    named = {} if prediction is None else {"this plan": prediction}
-    predictions = {**named, **(others or {})}
+    this_plan = {} if prediction is None else {"this plan": prediction}
+    predictions = {**this_plan, **(others or {})}
     return Report(
         title or "a model",
         recipe,

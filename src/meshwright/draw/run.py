@@ -1,5 +1,5 @@
-"""The history of a run for the terminal: a line a series, from the first step to the last; memory by rank; what came of
-comparing ranks; the steps that were observed, and one of them beside the same predicted; its checkpoints; what is not told.
+"""Prints the history of a run: a line for each series; memory by rank; comparisons of ranks; observed steps, one of them beside
+its prediction; checkpoints; and the list of what is absent.
 
 loss      2.71 → 0.84    █▇▆▅▄▃▃▂▂▁▁
 """
@@ -23,18 +23,21 @@ from meshwright.errors import Findings
 if TYPE_CHECKING:  # histories are read where torch is loaded
     from meshwright.train.history import Comparison, History, RankMemory
 
-_CELLS = 48
-_MANY = 16  # ranks that are told one by one
+_CELLS = 48  # characters of a series' curve
+_BAR = 24  # characters of a full bar of memory
+_MANY = 16  # most ranks whose memory gets a line each
 
 
 @dataclass(frozen=True)
 class StepInTime:
-    """A step of a run as it was observed, and the same predicted.
+    """The timeline of an observed step, and its prediction.
 
     Attributes:
-        step: which.
-        predicted: None where it is not known; ``why`` not, then.
-        hardware: what it was predicted for.
+        step: number of the step.
+        measured: the observed timeline.
+        predicted: the predicted timeline; None if there is none.
+        hardware: the profile of the prediction.
+        why: the reason if there is no prediction.
     """
 
     step: int
@@ -45,7 +48,7 @@ class StepInTime:
 
 
 def drawn(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -> RenderableType:
-    """A run. ``at``: of the observed steps the one that is told in full."""
+    """The history of a run as a renderable for rich. ``at``: index of the observed step that is shown in full."""
     steps = history.steps
     reach = f"steps {steps[0]} to {steps[-1]}" if steps else "no step is told"
     heading = Text.assemble((history.folder, "bold"), f": {history.about.get('target', 'a run')}, {reach}")
@@ -56,38 +59,39 @@ def drawn(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -
 
 
 def chosen(steps: Sequence[StepInTime], step: int | None) -> int:
-    """The index of a step that was observed; the last, if none is named. A step that ran twice: as it ran last.
+    """The index of an observed step; of the last one, if ``step`` is None. If a step ran twice, the later run counts.
 
     Raises:
-        PlanError: that step was not observed.
+        PlanError: the step was not observed.
     """
-    found = [i for i, one in enumerate(steps) if step in (None, one.step)]
+    indices = [i for i, observed in enumerate(steps) if step in (None, observed.step)]
     findings = Findings("this command")
-    if step is not None and not found:
-        findings.add(
-            where="--step", given=str(step), required="a step that was observed",
-            fix=f"one of {', '.join(str(one.step) for one in steps)}" if steps else "meshwright train --observe-every 100",
-        )  # fmt: skip
+    if step is not None and not indices:
+        fix = "meshwright train --observe-every 100"
+        if steps:
+            fix = f"one of {', '.join(str(observed.step) for observed in steps)}"
+        findings.add(where="--step", given=str(step), required="a step that was observed", fix=fix)
     findings.raise_if_any()
-    return found[-1] if found else -1
+    return indices[-1] if indices else -1
 
 
 def step_names(steps: Sequence[StepInTime]) -> list[str]:
-    """``step 3 (first)`` …: each step, and what it is among those that were observed."""
-    lengths = [one.measured.length for one in steps]
-    whats: list[list[str]] = [[] for _ in steps]
+    """A name for each step, such as ``step 3 (first, slowest)``."""
+    lengths = [step.measured.length for step in steps]
+    attributes: list[list[str]] = [[] for _ in steps]
     if len(steps) > 1:
-        whats[0].append("first")
-        whats[-1].append("last")
-        whats[lengths.index(max(lengths))].append("slowest")
-        whats[lengths.index(min(lengths))].append("fastest")
+        attributes[0].append("first")
+        attributes[-1].append("last")
+        attributes[lengths.index(max(lengths))].append("slowest")
+        attributes[lengths.index(min(lengths))].append("fastest")
     return [
-        f"step {one.step}" + (f" ({', '.join(what)})" if what else "") for one, what in zip(steps, whats, strict=True)
+        f"step {step.step}" + (f" ({', '.join(words)})" if words else "")
+        for step, words in zip(steps, attributes, strict=True)
     ]
 
 
 def value_text(name: str, value: float, unit: str = "rows") -> str:
-    """A value of a series in its unit."""
+    """A value of a series with its unit."""
     if name == "memory":
         return size_text(value)
     if name == "seconds":
@@ -102,8 +106,8 @@ def _series(history: History) -> Iterator[RenderableType]:
     for title in ("", "first", "last", "least", "most"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     table.add_column("from the first step to the last", no_wrap=True)
-    for name, told in history.series.items():
-        values = [value for value in told if value is not None]
+    for name, series_values in history.series.items():
+        values = [value for value in series_values if value is not None]
         least, most = min(values), max(values)
         texts = [value_text(name, value, history.unit) for value in (values[0], values[-1], least, most)]
         above = [value - least for value in values] if most > least else [float(least != 0)] * len(values)
@@ -123,13 +127,13 @@ def _memories(memories: Sequence[RankMemory]) -> Iterator[RenderableType]:
         return
     table = _table("memory", "last", "most", "")
     for rank, one in enumerate(memories):
-        bar = "█" * round(24 * one.most / (max(most) or 1))
+        bar = "█" * round(_BAR * one.most / (max(most) or 1))
         table.add_row(f"rank {rank}", size_text(last[rank]), size_text(one.most), bar)
     yield from (Text(), table)
 
 
 def verdict_text(comparisons: Sequence[Comparison]) -> str:
-    """What came of comparing ranks, in a line."""
+    """The result of all comparisons of ranks, as one line."""
     wrong = [one for one in comparisons if one.differences]
     if wrong:
         return f"ranks differed after step {wrong[-1].step}: {wrong[-1].differences[0]}"

@@ -1,4 +1,4 @@
-"""The stages of a pipeline and the timeline of its schedule, for the terminal.
+"""Prints the stages of a pipeline and the timeline of its schedule.
 
 stage  ranks  from                to              work  parameters  sends   a rank holds at rest
 0      0, 1   model.embed_tokens  model.layers.3   49 %      1.6 M  64 KiB  ███████████▌ 3.1 MiB
@@ -25,8 +25,8 @@ from meshwright.draw.text import bar, ranks_text
 from meshwright.recipe import Recipe
 from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
 
-_MOST = 16  # ranks whose line is drawn, and stages in the table
-_COLUMNS = 120
+_MOST = 16  # most ranks whose line is drawn, and most stages in the table
+_COLUMNS = 120  # most characters of a line of the timeline
 _BAR = 12  # cells of a bar of memory
 _STYLES = {"F": "cyan", "B": "green", "I": "green", "W": "magenta"}
 
@@ -57,15 +57,16 @@ def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
     for title in ("work", "parameters", "sends"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("a rank holds at rest", no_wrap=True)
-    whole, most = sum(stage.work for stage in recipe.stages) or 1, max(sizes)
+    total_work, most = sum(stage.work for stage in recipe.stages) or 1, max(sizes)
     for stage in recipe.stages[:_MOST]:
         last = stage.modules[-1] if stage.modules else "–"
         sends = size_text(stage.sends) if stage.sends else "–"
         ranks = recipe.stage_ranks_of(stage.index)
-        held = max(sizes[rank] for rank in ranks)
+        nbytes = max(sizes[rank] for rank in ranks)
         table.add_row(
-            str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / whole:.0f} %",
-            count_text(stage.parameters), sends, Text.assemble((bar(held / most, _BAR), "blue"), f" {size_text(held)}"),
+            str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / total_work:.0f} %",
+            count_text(stage.parameters), sends,
+            Text.assemble((bar(nbytes / most, _BAR), "blue"), f" {size_text(nbytes)}"),
         )  # fmt: skip
     if len(recipe.stages) > _MOST:
         table.add_row("…", *[""] * 7)
@@ -73,7 +74,7 @@ def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
 
 
 def drawn(recipe: Recipe) -> Text:
-    """The timeline: a line a rank of the pipeline axis, a column a forward's time; each action begins with its microbatch."""
+    """The timeline: a line for each rank of the pipeline axis. An action shows its kind and its microbatch, such as ``F0``."""
     ranks, count = recipe.mesh.axis_size("pp"), recipe.microbatches
     schedule = make_schedule(recipe.schedule, ranks, len(recipe.stages), count)
     spans = timeline(schedule)
@@ -101,7 +102,13 @@ def drawn(recipe: Recipe) -> Text:
 
 
 def _line(spans: list[Span], width: int, staged: bool) -> Text:
-    """``F0 F1 B0···``: kind and microbatch (and stage, where a rank has several), as wide as it is long."""
+    """The line of one rank: ``F0 F1 B0···``. An action is as wide as it is long.
+
+    Args:
+        spans: of the rank, in order.
+        width: characters of one forward, without the space after it.
+        staged: whether an action also shows its stage, since the rank has several.
+    """
     line, at = Text(), 0.0
     for span in spans:
         line.append(" " * int((span.start - at) * (width + 1)))

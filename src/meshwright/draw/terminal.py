@@ -1,4 +1,4 @@
-"""A shard map for the terminal: a tree of modules, a line a parameter, and pictures of who holds which part.
+"""Prints a shard map: a tree of modules with a line for each parameter, and pictures of which rank holds which part.
 
     parameter                          shape      dp_shard=2  tp=2   rank 3 holds
     ├── embed.weight                   256×64     rows        rows   rows 192:256
@@ -6,7 +6,7 @@
         ├── up.weight                  256×64     rows        rows   rows 192:256
         └── down.weight                64×256     rows        cols   rows 32:64, cols 128:256
 
-Words: *rows* are dim 0 and *cols* dim 1 of a matrix; of other tensors the dims go by number.
+*rows* are dim 0 and *cols* dim 1 of a matrix. Dims of other tensors have numbers.
 """
 
 from __future__ import annotations
@@ -34,38 +34,39 @@ def render(
     parameter: str | None = None,
     pictures: int | None = None,
 ) -> RenderableType:
-    """A shard map, as rich prints it.
+    """A shard map, as a renderable for rich.
 
     Args:
-        rank: whose slices are shown; default 0.
-        width: columns to use; default those of the console.
-        parameter: only parameters that fit this glob.
-        pictures: of how many lines a picture is drawn, of who holds which part, from the first on; default 3 where
-            ``parameter`` is given, else 0.
+        shard_map: the facts.
+        rank: the rank whose slices are shown. Default: 0.
+        width: columns to use. Default: those of the console.
+        parameter: a glob. Only parameters that match it are shown, without stages, branches and notes.
+        pictures: number of rows, from the first on, that also get a picture of which rank holds which part. Default: 3 with
+            ``parameter``, else 0.
 
     Raises:
         ValueError: the mesh has no such rank.
-        KeyError: no parameter fits.
+        KeyError: no parameter matches the glob.
     """
-    shown = 0 if rank is None else rank
-    shard_map.mesh.coordinate(shown)  # raises for one that is not there
-    rows = shard_map.rows if parameter is None else shard_map.matching(parameter)
-    drawn = (0 if parameter is None else 3) if pictures is None else pictures
-    above = () if parameter is not None else (heading(shard_map, shown), Text())
-    below = (
-        ()
-        if parameter is not None
-        else (
-            *stages(shard_map),
-            *branches(shard_map),
-            *notes(shard_map),
-        )
-    )
-    return Group(*above, Listing(shard_map, rows, shown, width), *below, *_drawings(shard_map, rows, rank, drawn))
+    shown_rank = 0 if rank is None else rank
+    shard_map.mesh.coordinate(shown_rank)  # raises ValueError for an unknown rank
+    if parameter is not None:
+        rows = shard_map.matching(parameter)
+        most = _PICTURES if pictures is None else pictures
+        return Group(Listing(shard_map, rows, shown_rank, width), *_pictures(shard_map, rows, rank, most))
+    rows = shard_map.rows
+    return Group(
+        heading(shard_map, shown_rank), Text(), Listing(shard_map, rows, shown_rank, width),
+        *stages(shard_map), *branches(shard_map), *notes(shard_map),
+        *_pictures(shard_map, rows, rank, pictures or 0),
+    )  # fmt: skip
 
 
-def _drawings(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: int) -> Iterator[RenderableType]:
-    """Pictures of the first rows; and of how many there is none, where some were asked for."""
+_PICTURES = 3  # of single parameters by default: they fit a screen
+
+
+def _pictures(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: int) -> Iterator[RenderableType]:
+    """Pictures of the first rows, and a line with the number of rows without one."""
     for row in rows[:most]:
         yield Text()
         yield picture(shard_map, row, rank=rank)
@@ -74,11 +75,11 @@ def _drawings(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: 
 
 
 def heading(shard_map: ShardMap, rank: int) -> Text:
-    """The mesh, who is with whom on it, and how large the model is."""
+    """The mesh with its rank groups, and the size of the model."""
     mesh = shard_map.mesh
-    few = mesh.size <= FEW_RANKS
-    text = Text(mesh.picture() if few else f"{mesh}: {mesh.size} ranks")
-    text.append("\n\n" if few else "\n")
+    is_small = mesh.size <= FEW_RANKS
+    text = Text(mesh.picture() if is_small else f"{mesh}: {mesh.size} ranks")
+    text.append("\n\n" if is_small else "\n")
     least, most = min(shard_map.bytes_by_rank), max(shard_map.bytes_by_rank)
     sizes = list(dict.fromkeys((size_text(least), size_text(most))))
     text.append(f"{count_text(shard_map.numel)} parameters, {size_text(shard_map.bytes)}", style="bold")
@@ -88,7 +89,7 @@ def heading(shard_map: ShardMap, rank: int) -> Text:
 
 
 def notes(shard_map: ShardMap) -> Iterator[RenderableType]:
-    """What a person should know beyond the lines."""
+    """The recipe's notes."""
     if shard_map.recipe.notes:
         yield Text("\nnotes", style="bold")
     for note in shard_map.recipe.notes:

@@ -12,14 +12,14 @@ from meshwright.recipe import Slices
 
 
 def dim_text(dim: int, dims: int) -> str:
-    """What a dim is called: *rows* and *cols* of a matrix; nothing, of a tensor with one dim."""
+    """The name of a dim: ``rows`` or ``cols`` of a matrix, ``dim 2`` of other tensors; empty for a tensor with one dim."""
     if dims == 1:
         return ""
     return ("rows", "cols")[dim] if dims == 2 else f"dim {dim}"
 
 
 def layout_text(layout: Layout, dims: int) -> str:
-    """A layout in a word: what of a tensor is cut."""
+    """A layout as a short text: ``rows`` for ``Shard(0)`` of a matrix, ``Replicate``."""
     if not isinstance(layout, Shard):
         return str(layout)
     word = dim_text(layout.dim, dims) or f"Shard({layout.dim})"
@@ -27,7 +27,7 @@ def layout_text(layout: Layout, dims: int) -> str:
 
 
 def slices_text(slices: Slices, shape: Sequence[int]) -> str:
-    """What a rank holds: ``rows 64:128, cols 0:32``; *all*, or *nothing*."""
+    """Slices as text: ``rows 64:128, cols 0:32``; ``all``; ``nothing``."""
     if not elements(slices):
         return "nothing"
     said = [
@@ -58,7 +58,7 @@ def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def bar(share: float, cells: int) -> str:
-    """A bar of so many cells, filled to a share from 0 to 1, to an eighth of a cell.
+    """A bar of ``cells`` characters, filled to a share from 0 to 1, in steps of an eighth of a character.
 
     >>> bar(0.5, 3)
     '█▌ '
@@ -69,7 +69,7 @@ def bar(share: float, cells: int) -> str:
 
 
 def sparkline(amounts: Sequence[float], most: float, cells: int = 60) -> str:
-    """Amounts from left to right as bars of eight heights; of many, the most of those that share a cell.
+    """Amounts as a line of bars of eight heights. If there are more than ``cells``, each bar shows the largest of several.
 
     >>> sparkline([1, 4, 8, 2], most=8)
     '▁▄█▂'

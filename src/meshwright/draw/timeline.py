@@ -1,11 +1,11 @@
-"""``Timeline``: the schedule of a step, played: what each rank of the pipeline does when. Facts before ink.
+"""``Timeline``: a step in time: the actions of each rank of the pipeline axis, with begin and end.
 
-of a plan alone      in work: 1 is the mean forward of a stage, a backward takes two; nothing is sent in no time
-of a prediction      in seconds: what each action takes of compute, host and each axis's exposed communication
-of a run             in seconds: when each action, transfer and collective began and ended (``Job.observe``)
+from a plan alone      in units of work: a mean forward of a stage takes 1, a backward 2, a transfer no time
+from a prediction      in seconds, with the parts of each action: compute, host, exposed communication over each axis
+from a run             in seconds: the measured begin and end of each action, transfer and collective (``Job.observe``)
 
 stage 0  F0 F1 ·· B0── F2 B1──          a line for each rank of the pipeline axis
-stage 1  ·· F0 B0── F1 B1── …           what stands between slots is the bubble
+stage 1  ·· F0 B0── F1 B1── …           the time between slots is the bubble
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A stretch of time in which a rank does one thing.
+    """An interval in which a rank runs one action or phase.
 
     Attributes:
         start, stop: in the unit of the timeline.
         what: forward, backward, backward of inputs, backward of weights, send, receive; or a phase of the step: begin, end,
             clip, agree (on loss and norm), optimizer.
-        stage, microbatch: of an action of the schedule; -1 for a phase.
-        parts: of its time, in the same unit: ``compute``, ``host``, and ``communication over tp`` for each axis. Empty where
-            only the whole is known.
+        stage, microbatch: of an action; -1 for a phase.
+        parts: ``compute``, ``host``, and ``communication over tp`` for each axis → time. Empty if only the sum is known.
     """
 
     start: float
@@ -54,13 +53,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a stage sends to another.
+    """A transfer from one stage to another.
 
     Attributes:
-        source, target: lines.
+        source, target: numbers of the lines.
         start, stop: in the unit of the timeline.
         way: ``forward`` for values, ``backward`` for their gradients.
-        bytes: -1 where it is not known.
+        microbatch: whose values are sent.
+        bytes: size; -1 if it is not known.
     """
 
     source: int
@@ -74,13 +74,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of a rank, as it was measured.
+    """A measured collective.
 
     Attributes:
-        line: of the rank.
-        axis: the axes that its group lies along, joined by dots; ``kind``: all_reduce, all_gather …
+        line: number of the rank's line.
+        axis: the axes of its group, joined by dots.
+        kind: all_reduce, all_gather, …
         start, stop: in the unit of the timeline.
-        bytes: the larger of what is put in and what comes out.
+        bytes: size of the input or the output, whichever is larger.
     """
 
     line: int
@@ -93,11 +94,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Line:
-    """What the ranks of one place on the pipeline axis do, all of them alike.
+    """The actions of the ranks with one index on the pipeline axis.
 
     Attributes:
-        stages: that live there; ``ranks``: all ranks of the place.
-        in_flight: microbatches whose activations it holds at most.
+        stages: that these ranks run.
+        ranks: all of them.
+        slots: in order of time.
+        in_flight: largest number of microbatches whose activations they hold at once.
     """
 
     stages: tuple[int, ...]
@@ -116,9 +119,12 @@ class Timeline:
 
     Attributes:
         unit: ``work`` or ``seconds``.
-        schedule: its name; ``microbatches``: of a step.
-        length: from the first slot to the end of the last.
-        exchanges: collectives, of a step that was measured.
+        schedule: its name.
+        microbatches: number in a step.
+        length: from the begin of the first slot to the end of the last.
+        lines: one for each index of the pipeline axis.
+        transfers: between stages.
+        exchanges: collectives; known for a measured step only.
     """
 
     unit: str
@@ -130,23 +136,27 @@ class Timeline:
     exchanges: tuple[Exchange, ...] = ()
 
     def to_json(self) -> str:
-        """As text; ``from_json`` is the inverse."""
+        """The timeline as JSON."""
         return json.dumps(to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """The timeline that ``to_json`` gave. Raises KeyError, TypeError, ValueError for another text."""
+        """The timeline from the text of ``to_json``. Raises KeyError, TypeError or ValueError for other texts."""
         return from_plain(cls, json.loads(text))
 
     @property
     def idle(self) -> float:
-        """The share of the ranks' time in which they wait for other stages: the bubble."""
-        whole = self.length * len(self.lines)
-        return max(0.0, 1 - sum(line.busy for line in self.lines) / whole) if whole else 0.0
+        """The bubble: the share of the ranks' time in which they wait for other stages."""
+        total = self.length * len(self.lines)
+        return max(0.0, 1 - sum(line.busy for line in self.lines) / total) if total else 0.0
 
 
 def timeline(recipe: Recipe, played: Played | None = None) -> Timeline:
-    """The step of a recipe in time. ``played``: as a prediction has it, in seconds; default: the plan alone, in work."""
+    """The timeline of a recipe's step.
+
+    Args:
+        played: of a prediction, in seconds. None: from the plan alone, in units of work.
+    """
     schedule = _schedule(recipe)
     if played is not None:
         return _in_seconds(recipe, schedule, played)
@@ -154,7 +164,7 @@ def timeline(recipe: Recipe, played: Played | None = None) -> Timeline:
 
 
 def _schedule(recipe: Recipe) -> Schedule:
-    """Without a pipeline, one stage on one rank: forwards and backwards in turn."""
+    """The schedule of a recipe. Without a pipeline, that of one stage: forwards and backwards in turn."""
     ranks, stages = (recipe.mesh.axis_size("pp"), len(recipe.stages)) if recipe.stages else (1, 1)
     return make_schedule(recipe.schedule if recipe.stages else "1f1b", ranks, stages, recipe.microbatches)
 
@@ -177,7 +187,8 @@ def _in_work(recipe: Recipe, schedule: Schedule) -> Timeline:
 
 
 def _neighbour(recipe: Recipe, action: Action) -> int | None:
-    """The stage that takes what an action gives. A plan alone does not say which, if stages are skipped: the next one."""
+    """The stage that receives the result of an action; None if there is none. A plan alone does not say whether values skip
+    stages, so it is the next stage."""
     stages = recipe.stages
     if action.kind == "F" and action.stage + 1 < len(stages) and stages[action.stage].sends:
         return action.stage + 1
@@ -206,29 +217,32 @@ def _in_seconds(recipe: Recipe, schedule: Schedule, played: Played) -> Timeline:
 
 
 def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
-    """A step of a job in time, from the first thing that a rank does in it. ``seen``: by the first rank of each place on the
-    pipeline axis, in its order."""
+    """The timeline of a measured step. Time 0 is the first begin of an action on any rank.
+
+    Args:
+        seen: what the first rank of each index of the pipeline axis has observed, in the order of that axis.
+    """
     schedule = _schedule(recipe)
-    first = min((start for one in seen for _, start, _ in one.did), default=0.0)
-    seen = [one.since(first) for one in seen]
-    arrived = [dict(one.arrived) for one in seen]
-    lines, transfers, exchanges = [], list[Transfer](), list[Exchange]()
-    for line, one in enumerate(seen):
-        lines.append(_measured_slots(one))
-        starts = {what: start for what, start, _ in one.did}
-        exchanges += [Exchange(line, c.axis, c.kind, c.start, c.stop, c.bytes) for c in one.collectives]
-        for action, nbytes in one.sent:
-            assert action.other is not None
-            way, target = action.kind[-1], recipe.stage_rank[action.other]
-            come = Action(action.other, f"RECV_{way}", action.microbatch, action.stage)
-            stop = arrived[target].get(come, starts[action])
-            named = "forward" if way == "F" else "backward"
-            transfers.append(Transfer(line, target, starts[action], stop, named, action.microbatch, nbytes))
-    return _timeline("seconds", recipe, schedule, lines, transfers, exchanges)
+    first = min((start for observed in seen for _, start, _ in observed.did), default=0.0)
+    seen = [observed.since(first) for observed in seen]
+    arrived = [dict(observed.arrived) for observed in seen]
+    slots, transfers, exchanges = [], list[Transfer](), list[Exchange]()
+    for line, observed in enumerate(seen):
+        slots.append(_measured_slots(observed))
+        starts = {what: start for what, start, _ in observed.did}
+        exchanges += [Exchange(line, c.axis, c.kind, c.start, c.stop, c.bytes) for c in observed.collectives]
+        for send, nbytes in observed.sent:
+            assert send.other is not None
+            letter, target = send.kind[-1], recipe.stage_rank[send.other]
+            receive = Action(send.other, f"RECV_{letter}", send.microbatch, send.stage)
+            stop = arrived[target].get(receive, starts[send])
+            way = "forward" if letter == "F" else "backward"
+            transfers.append(Transfer(line, target, starts[send], stop, way, send.microbatch, nbytes))
+    return _timeline("seconds", recipe, schedule, slots, transfers, exchanges)
 
 
 def _measured_slots(seen: Seen) -> list[Slot]:
-    """What a rank did, in order. What a step does before its first action is its begin; after the last, its end."""
+    """The slots of a rank, in order. The time of the step before the first action is ``begin``, after the last one ``end``."""
     actions = [(start, stop) for what, start, stop in seen.did if isinstance(what, Action)]
     spans: list[tuple[float, float, Action | str]] = []
     for what, start, stop in seen.did:
@@ -245,40 +259,40 @@ def _measured_slots(seen: Seen) -> list[Slot]:
 
 
 def _parts_of(start: float, stop: float, collectives: Iterable[Collective]) -> dict[str, float]:
-    """What a stretch of time is made of, where the host waited for its collectives; else only the whole is known."""
+    """The parts of an interval, if the host waited for its collectives; else empty, since only the sum is known."""
     parts: dict[str, float] = {}
     for one in collectives:
         if not one.waited:
             return {}
-        if (inside := min(stop, one.stop) - max(start, one.start)) > 0:
+        overlap = min(stop, one.stop) - max(start, one.start)
+        if overlap > 0:
             name = f"communication over {one.axis}"
-            parts[name] = parts.get(name, 0.0) + inside
+            parts[name] = parts.get(name, 0.0) + overlap
     return {"compute": stop - start - sum(parts.values()), **parts}
 
 
 def seconds_by_kind(timeline: Timeline, *, apart: bool = True) -> dict[str, float]:
-    """The length of a step by what its time went to, in the mean over lines: forward, backward …, each axis's communication,
-    and waiting, in which a rank does nothing.
+    """Kind of work → its seconds in a step, as a mean over lines: forward, backward, communication over each axis, waiting, …
 
     Args:
-        apart: communication stands by itself; else within that during which it ran.
+        apart: whether communication is a kind of its own. If not, it counts to the action in which it ran.
     """
     sums: dict[str, float] = {}
     for slot in (slot for line in timeline.lines for slot in line.slots):
-        left = slot.stop - slot.start
+        remaining = slot.stop - slot.start
         for name, amount in slot.parts.items() if apart else ():
             if name.startswith("communication"):
                 sums[name] = sums.get(name, 0.0) + amount
-                left -= amount
-        sums[slot.what] = sums.get(slot.what, 0.0) + left
+                remaining -= amount
+        sums[slot.what] = sums.get(slot.what, 0.0) + remaining
     means = {name: amount / len(timeline.lines) for name, amount in sums.items()}
     return means | {"waiting": timeline.idle * timeline.length}
 
 
 def differences(predicted: Timeline, measured: Timeline) -> dict[str, tuple[float, float]]:
-    """kind → its seconds, (predicted, measured), the larger ones first; they add up to the lengths of the steps.
+    """Kind of work → (predicted seconds, measured seconds), the largest first. They add up to the lengths of the steps.
 
-    Communication stands by itself if both timelines know how much of each slot it took.
+    Communication is a kind of its own if the measured timeline has the parts of its slots.
     """
     apart = any(slot.parts for line in measured.lines for slot in line.slots)
     one, other = seconds_by_kind(predicted, apart=apart), seconds_by_kind(measured, apart=apart)
@@ -310,10 +324,10 @@ def _timeline(
     exchanges: Sequence[Exchange] = (),
 ) -> Timeline:
     lines = []
-    for rank, of_rank in enumerate(slots):
-        stages = tuple(s for s, home in enumerate(schedule.stage_rank) if home == rank)
+    for pp, slots_of_rank in enumerate(slots):
+        stages = tuple(stage for stage, pp_of_stage in enumerate(schedule.stage_rank) if pp_of_stage == pp)
         ranks = recipe.stage_ranks_of(stages[0]) if recipe.stages else range(recipe.mesh.size)
-        lines.append(Line(stages, tuple(ranks), tuple(of_rank), most_in_flight(schedule, rank)))
+        lines.append(Line(stages, tuple(ranks), tuple(slots_of_rank), most_in_flight(schedule, pp)))
     length = max((slot.stop for line in lines for slot in line.slots), default=0.0)
     return Timeline(
         unit, recipe.schedule, recipe.microbatches, length, tuple(lines), tuple(transfers), tuple(exchanges)

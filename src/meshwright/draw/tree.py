@@ -1,4 +1,4 @@
-"""The tree of a model's modules, a line a parameter, in columns."""
+"""``Listing``: the tree of a model's modules, with a line for each parameter, in columns."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from meshwright.draw.stages import stages_text
 from meshwright.draw.text import layout_text, ranks_text, shape_text, slices_text
 from meshwright.layout import REPLICATE, Shard
 
-_GUIDE = 4  # columns that rich.tree spends a level
-_GAP = 2  # columns between two columns
+_GUIDE = 4  # characters that rich.tree uses for each level
+_GAP = 2  # characters between two columns
 _COLORS = {"tp": "cyan", "dp_shard": "green"}
 
 
 @dataclass
 class _Node:
-    """A module, or a parameter: the one with a row."""
+    """A module, or a parameter.
+
+    Attributes:
+        label: the last part of its name.
+        path: its full name; of folded modules, that of the first.
+        copies: number of modules that are folded into it.
+        row: of a parameter; None for a module.
+        children: label → node.
+    """
 
     label: str = ""
-    path: str = ""  # the module's name; of folded ones the first's
-    copies: int = 1  # how many are folded into it
+    path: str = ""
+    copies: int = 1
     row: Row | None = None
     children: dict[str, _Node] = field(default_factory=dict)
 
     def joined(self) -> _Node:
-        """A module with one child only is one node with it, as in ``self_attn.q_proj.weight``."""
+        """The tree in which a module with a single child is joined with it, as in ``self_attn.q_proj.weight``."""
         children = {label: child.joined() for label, child in self.children.items()}
         if self.label and len(children) == 1:
             (only,) = children.values()
@@ -41,13 +49,14 @@ class _Node:
         return replace(self, children=children)
 
     def depths(self, depth: int = 0) -> Iterator[tuple[int, _Node]]:
+        """(depth, node) of every node below this one."""
         for child in self.children.values():
             yield depth + 1, child
             yield from child.depths(depth + 1)
 
 
-def _grown(rows: Iterable[Row]) -> _Node:
-    """The tree of modules over the rows."""
+def _tree_of(rows: Iterable[Row]) -> _Node:
+    """The tree of modules and parameters."""
     root = _Node()
     for row in rows:
         node, labels, parts = root, row.label.split("."), [name.split(".") for name in row.names]
@@ -60,7 +69,14 @@ def _grown(rows: Iterable[Row]) -> _Node:
 
 @dataclass(frozen=True)
 class Listing:
-    """The tree with its columns, laid out for the width it is printed at."""
+    """The tree with its columns, for rich to print. The layout depends on the width at which it is printed.
+
+    Attributes:
+        map: the facts.
+        rows: to show.
+        rank: whose slices are shown.
+        width: columns to use; None: all of the console.
+    """
 
     map: ShardMap
     rows: Sequence[Row]
@@ -69,28 +85,28 @@ class Listing:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(self.width or options.max_width, options.max_width)
-        yield _Columns(self.map, _grown(self.rows), self.rank, width).tree()
+        yield _Columns(self.map, _tree_of(self.rows), self.rank, width).tree()
 
 
 class _Columns:
-    """The tree's lines, padded so that they stand in columns; what is too wide goes below its line."""
+    """The tree's lines, padded to columns. If the width is too small, the last column goes below each line."""
 
     def __init__(self, shard_map: ShardMap, root: _Node, rank: int, width: int) -> None:
         self.map, self.root, self.rank = shard_map, root, rank
         self.axes = _axes(shard_map)
-        self.parted = bool(shard_map.recipe.branches)
+        self.has_branches = bool(shard_map.recipe.branches)
         self.units = {unit.name for unit in shard_map.recipe.units if unit.name}
         nodes = list(root.depths())
         cells = [self.cells(node.row) for _, node in nodes if node.row]
         titles = self.titles()
         self.name = max([len("parameter"), *(_GUIDE * depth + cell_len(node.label) for depth, node in nodes)])
-        self.wide = [max(cell_len(column[i]) for column in [titles, *cells]) for i in range(len(titles))]
-        self.below = self.name + sum(_GAP + w for w in self.wide) > width
+        self.widths = [max(cell_len(column[i]) for column in [titles, *cells]) for i in range(len(titles))]
+        self.below = self.name + sum(_GAP + column_width for column_width in self.widths) > width
 
     def titles(self) -> list[str]:
         sizes = dict(self.map.mesh.axes)
         axes = [f"{axis}={sizes[axis]}" if sizes.get(axis, 1) > 1 else axis for axis in self.axes]
-        return ["shape", *axes, *["ranks"] * self.parted, f"rank {self.rank} holds"]
+        return ["shape", *axes, *["ranks"] * self.has_branches, f"rank {self.rank} holds"]
 
     def cells(self, row: Row) -> list[str]:
         facts = row.first
@@ -98,18 +114,18 @@ class _Columns:
             stages_text(row) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
             for axis in self.axes
         ]
-        layouts += [self.ranks(facts)] * self.parted
+        layouts += [self.ranks(facts)] * self.has_branches
         name = self.map.example(row, self.rank)
         held = slices_text(self.map.slices(name, self.rank), facts.shape)
         return [shape_text(facts), *layouts, held if self.map.holds(name, self.rank) else "nothing"]
 
     def ranks(self, facts: ParameterFacts) -> str:
-        """Who holds a parameter; of one of a branch ``2–7 (tp[2:8])``."""
+        """The ranks that hold a parameter, such as ``all``, or ``2–7 (tp[2:8])`` for one of a branch."""
         if facts.places == (0,):
             return "all" if facts.stages == (0,) else "of its stage"
         held = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
-        places = [self.map.recipe.places.spelled(p) or "the trunk" for p in facts.places]
-        return f"{ranks_text(held)} ({', '.join(places)})"
+        submeshes = [self.map.recipe.places.spelled(number) or "the trunk" for number in facts.places]
+        return f"{ranks_text(held)} ({', '.join(submeshes)})"
 
     def tree(self) -> Tree:
         titles = self.titles()[: -1 if self.below else None]
@@ -137,7 +153,7 @@ class _Columns:
                 "dim" if cell == str(REPLICATE) else _COLORS.get(a, "")
                 for a, cell in zip(self.axes, cells[1:], strict=False)
             ),
-            *[""] * self.parted,
+            *[""] * self.has_branches,
         ]
         below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
         tp = self.map.recipe.places[facts.places[0]].tp > 1
@@ -150,16 +166,16 @@ class _Columns:
     def line(self, label: str, depth: int, cells: Sequence[str], styles: Sequence[str]) -> Text:
         name = self.name - _GUIDE * depth
         text = Text(label + " " * (name - cell_len(label)), no_wrap=True, overflow="ellipsis")
-        for cell, wide, style in zip(cells, self.wide, styles, strict=False):
+        for cell, width, style in zip(cells, self.widths, styles, strict=False):
             text.append(" " * _GAP)
             text.append(cell, style=style)
-            text.append(" " * (wide - cell_len(cell)))
+            text.append(" " * (width - cell_len(cell)))
         text.rstrip()
         return text
 
 
 def _axes(shard_map: ShardMap) -> list[str]:
-    """The axes that have a column: those of the mesh, and ``dp_shard`` where a branch alone has it."""
+    """The axes that have a column: those of the mesh, and ``dp_shard`` if only a branch has it."""
     axes = [axis for axis, size in shard_map.mesh.axes if size > 1]
     if "dp_shard" not in axes and any(b.mesh.axis_size("dp_shard") > 1 for b in shard_map.recipe.branches):
         axes.insert(axes.index("tp"), "dp_shard")
@@ -167,11 +183,15 @@ def _axes(shard_map: ShardMap) -> list[str]:
 
 
 def remarks(facts: ParameterFacts, tp: bool = True) -> Iterator[str]:
-    """What is to be said of a parameter below its line. ``tp``: whether there is such an axis where it is used."""
+    """Remarks on a parameter, for the lines below it.
+
+    Args:
+        tp: whether the mesh on which it is used has a tp axis.
+    """
     if facts.aliases:
         yield f"the same tensor: {', '.join(facts.aliases)}"
     if not facts.requires_grad:
         yield "frozen"
     if facts.reason and tp and any(axis.split(" ")[0] == "tp" for axis in facts.layout):
-        cut = isinstance(facts.on_axis("tp"), Shard)
-        yield f"{'sharded' if cut else 'replicated'} over tp: {facts.reason}"
+        layout = "sharded" if isinstance(facts.on_axis("tp"), Shard) else "replicated"
+        yield f"{layout} over tp: {facts.reason}"

@@ -15,7 +15,7 @@ from meshwright.draw.facts import ShardMap
 from meshwright.draw.html.payload import payload
 
 if TYPE_CHECKING:
-    from meshwright.draw.report import Report  # which has pages made
+    from meshwright.draw.report import Report  # which imports this file
 
 _HERE = files("meshwright.draw.html")
 _SCRIPTS = (
@@ -34,18 +34,19 @@ _SCRIPTS = (
 
 
 def page(report: Report, *, rank: int = 0, parameter: str | None = None) -> str:
-    """The file as text. It holds its styles, scripts and facts, and names no other file and no address.
+    """The file as text, with styles, scripts and facts. It refers to no other file and no address.
 
     Args:
-        rank: that is chosen when it opens.
-        parameter: the same, a glob; default: a large one that is cut.
+        report: the facts to draw.
+        rank: the rank that is selected when the page opens.
+        parameter: a glob for the parameter that is selected then. Default: a large sharded one.
 
     Raises:
         ValueError: the mesh has no such rank.
-        KeyError: no parameter fits.
+        KeyError: no parameter matches the glob.
     """
     shards = report.shards
-    report.recipe.mesh.coordinate(rank)  # raises for one that is not there
+    report.recipe.mesh.coordinate(rank)  # raises ValueError for an unknown rank
     first = None if parameter is None else shards.matching(parameter)[0].first.name
     data = {**payload(report), "rank": rank, "row": _row_of(shards, first)}
     least, most = min(shards.bytes_by_rank), max(shards.bytes_by_rank)
@@ -63,12 +64,13 @@ def page(report: Report, *, rank: int = 0, parameter: str | None = None) -> str:
 
 
 def filled(template: str, scripts: Sequence[str], data: Any, **values: Any) -> str:
-    """A template of this folder with its styles, scripts and facts within.
+    """Fills a template of this folder with styles, scripts and facts.
 
     Args:
-        scripts: names of files, in the order in which they run.
-        data: what the scripts have as ``facts``; plain values.
-        values: what the template names besides.
+        template: name of the file.
+        scripts: names of script files, in the order in which they run.
+        data: plain values, which the scripts get as ``facts``.
+        values: other variables of the template.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_text(template)).render(
@@ -80,12 +82,12 @@ def filled(template: str, scripts: Sequence[str], data: Any, **values: Any) -> s
 
 
 def _row_of(shards: ShardMap, name: str | None) -> int | None:
-    """The line of a parameter among those of the whole model."""
+    """The index of a parameter's row; None if there is none."""
     return next((i for i, row in enumerate(shards.rows) if name in row.names), None)
 
 
 def _within_script(text: str) -> str:
-    """JSON that may stand in a script element: none of its text ends the element, or begins another or a comment."""
+    """JSON with &, < and > escaped, so that its text cannot end the script element or begin another one or a comment."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

@@ -1,4 +1,4 @@
-"""A ``Report`` as the page has it: repeated blocks folded, slots as rows of numbers. Nothing grows with parameters × ranks."""
+"""``payload``: a ``Report`` as compact values for the page's scripts. Its size does not grow with parameters × ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from meshwright.names import fold_names
 from meshwright.recipe import Recipe
 
 if TYPE_CHECKING:
-    from meshwright.draw.report import Report  # which has pages made
+    from meshwright.draw.report import Report  # which imports pages
 
-_DIGITS = 6  # of a number of seconds
+_DIGITS = 6  # significant digits of a number: more than a page can show, and half the length of all
 
 
 def payload(report: Report) -> dict[str, Any]:
-    """What the scripts of the page draw."""
+    """The facts of a report, as plain values for the page's scripts."""
     shards = report.shards
     sizes = shards.bytes_by_rank
     return {
@@ -48,36 +48,36 @@ def payload(report: Report) -> dict[str, Any]:
     }
 
 
-# --- who holds what ---------------------------------------------------------------------------------------------------
+# --- shards -----------------------------------------------------------------------------------------------------------
 
 
 def _places(shards: ShardMap) -> list[dict[str, Any]]:
-    """The trunk and the branches: what `Submeshes.at` needs to know."""
+    """The submeshes of the trunk and the branches, with the values that `Submeshes.at` needs."""
     facts = {branch.number: branch for branch in shards.branches}
     return [
         {
-            "parent": place.parent,
-            "start": place.start,
-            "stop": place.stop,
-            "axes": [list(axis) for axis in place.mesh.axes],
+            "parent": submesh.parent,
+            "start": submesh.start,
+            "stop": submesh.stop,
+            "axes": [list(axis) for axis in submesh.mesh.axes],
             "on": shards.recipe.places.spelled(number),
-            "modules": [folded.label for folded in fold_names(place.modules)],
+            "modules": [folded.label for folded in fold_names(submesh.modules)],
             "work": facts[number].work if number in facts else 1,
             "numel": facts[number].numel if number in facts else 0,
-            "splits": place.splits,
+            "splits": submesh.splits,
         }
-        for number, place in enumerate(shards.recipe.places.all)
+        for number, submesh in enumerate(shards.recipe.places.all)
     ]
 
 
 def _stages(recipe: Recipe) -> list[dict[str, Any]]:
-    whole = sum(stage.work for stage in recipe.stages) or 1
+    total_work = sum(stage.work for stage in recipe.stages) or 1
     return [
         {
             "from": stage.where,
             "to": stage.modules[-1] if stage.modules else "–",
             "modules": [folded.label for folded in fold_names(stage.modules)],
-            "work": stage.work / whole,
+            "work": stage.work / total_work,
             "parameters": stage.parameters,
             "sends": stage.sends,
         }
@@ -116,17 +116,21 @@ def _label(names: Sequence[str]) -> str:
 
 
 def timeline_payload(timeline: Timeline) -> dict[str, Any]:
-    """Slots as [start, stop, what, stage, microbatch, parts], the last an index into ``parts``."""
-    whats: dict[str, int] = {}
-    parts: dict[tuple[tuple[str, float], ...], int] = {}
+    """A timeline as plain values.
+
+    A slot is [start, stop, index into ``whats``, stage, microbatch, index into ``parts``], since few values of both repeat in
+    many slots.
+    """
+    whats: dict[str, int] = {}  # value → index
+    parts: dict[tuple[tuple[str, float], ...], int] = {}  # value → index
     lines = []
     for line in timeline.lines:
         slots = []
         for slot in line.slots:
-            what = whats.setdefault(slot.what, len(whats))
-            taken = tuple((name, _short(amount)) for name, amount in slot.parts.items())
-            part = parts.setdefault(taken, len(parts))
-            slots.append([_short(slot.start), _short(slot.stop), what, slot.stage, slot.microbatch, part])
+            what_index = whats.setdefault(slot.what, len(whats))
+            amounts = tuple((name, _short(amount)) for name, amount in slot.parts.items())
+            parts_index = parts.setdefault(amounts, len(parts))
+            slots.append([_short(slot.start), _short(slot.stop), what_index, slot.stage, slot.microbatch, parts_index])
         lines.append(
             {"stages": list(line.stages), "inFlight": line.in_flight, "busy": _short(line.busy), "slots": slots}
         )
@@ -137,7 +141,7 @@ def timeline_payload(timeline: Timeline) -> dict[str, Any]:
         "length": _short(timeline.length),
         "idle": timeline.idle,
         "whats": list(whats),
-        "parts": [dict(one) for one in parts],
+        "parts": [dict(amounts) for amounts in parts],
         "lines": lines,
         "transfers": [
             [t.source, t.target, _short(t.start), _short(t.stop), t.way, t.microbatch, t.bytes]
@@ -148,7 +152,7 @@ def timeline_payload(timeline: Timeline) -> dict[str, Any]:
 
 
 def _memory(profile: MemoryProfile) -> dict[str, Any]:
-    """Moments as [what, bytes, bytes of each of ``kinds``]."""
+    """The memory profile as plain values. A moment is [what, bytes, bytes of each of ``kinds``]."""
     most: dict[str, int] = {}
     for role in profile.roles:
         for moment in role.moments:
@@ -184,7 +188,7 @@ def _communication(facts: Communication) -> dict[str, Any]:
 
 
 def _runs(ranks: Iterable[int]) -> list[list[int]]:
-    """Ranks as half-open runs."""
+    """Ranks as [start, stop) runs."""
     runs = []
     for _, group in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in group]
@@ -193,4 +197,5 @@ def _runs(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def _short(number: float) -> float:
+    """The number, rounded to ``_DIGITS`` significant digits."""
     return float(f"{number:.{_DIGITS}g}")

@@ -19,22 +19,25 @@ _SCRIPTS = ("text", "page", "timeline", "run")
 
 
 def run_page(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -> str:
-    """The file as text. It holds all that it shows, and names no other file and no address.
+    """The file as text. It refers to no other file and no address.
 
     Args:
-        observed: steps in time, among which the page lets one choose; ``at``: the one that it begins with.
+        history: of the run.
+        observed: timelines of steps, between which the reader can switch.
+        at: index of the one that is shown first.
     """
-    facts = to_plain(history) | {"observed": [one.step for one in history.observed]}
+    facts = to_plain(history) | {"observed": [step.step for step in history.observed]}
     facts["inTime"] = [
-        _in_time(one, f"{name}: {duration_text(one.measured.length)}")
-        for name, one in zip(step_names(observed), observed, strict=True)
+        _step_payload(step, f"{name}: {duration_text(step.measured.length)}")
+        for name, step in zip(step_names(observed), observed, strict=True)
     ]
     facts["at"] = at % len(observed) if observed else 0
     verdict = verdict_text(history.comparisons) if history.comparisons else ""
     return filled("run.html.j2", _SCRIPTS, facts, run=history, steps=observed, at=at, verdict=verdict)
 
 
-def _in_time(step: StepInTime, name: str) -> dict[str, Any]:
+def _step_payload(step: StepInTime, name: str) -> dict[str, Any]:
+    """The timelines of one step, as the page's scripts take them."""
     predicted, measured = step.predicted, step.measured
     return {
         "step": step.step,

@@ -1,4 +1,4 @@
-"""Drawings as SVG, for pages: ``model`` (a model onto its ranks), ``schedule`` (a pipeline in time); ``canvas`` draws."""
+"""SVG drawings for pages: ``model`` (a model and its ranks), ``schedule`` (a pipeline in time); ``canvas`` draws shapes."""
 
 from meshwright.draw.svg.model import model_svg
 from meshwright.draw.svg.schedule import schedule_svg

@@ -1,4 +1,4 @@
-"""The pen: shapes as SVG text, alike on every machine. Colours of ranks; the page's own follow light and dark."""
+"""``Canvas``: writes shapes as SVG text, equal on every machine; with the colours of ranks, and a light and a dark style."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 RANK_COLOURS = ("#4C8BF5", "#18A999", "#8B6CF0", "#5AB04B", "#F2913D", "#E0527A", "#C9A40E", "#A9694A")
-"""Ranks in turn. Middle tones: each can be told from the next on white and on black."""
+"""The colours of ranks, repeated after eight. Middle tones, so that neighbours are distinct on white and on black."""
 
 _STYLE = """
 text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:#1f2430}
@@ -19,7 +19,7 @@ text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI','DejaVu Sans',
 .fall{fill:#9aa3b5;fill-opacity:.12}.pill{fill:#e8eaf0}.pill-text{fill:#12151c}.on{fill:#ffffff}}
 """
 
-_LETTER = 0.56  # of the size of the type: how wide a letter is, on average
+_LETTER = 0.56  # mean width of a letter, relative to the font size
 
 
 class Box(NamedTuple):
@@ -39,26 +39,32 @@ class Box(NamedTuple):
         return self.y + self.height
 
     def inner(self, by: float) -> Box:
-        """The rectangle within, with such a margin on each side."""
+        """The rectangle without a margin of ``by`` on each side."""
         return Box(self.x + by, self.y + by, self.width - 2 * by, self.height - 2 * by)
 
 
 class Drawing(str):
-    """The text of an SVG file; a notebook shows it as a picture."""
+    """The text of an SVG file. A notebook shows it as a picture."""
 
     def _repr_svg_(self) -> str:
         return str(self)
 
 
 class Canvas:
-    """Shapes in the order they are drawn; `svg` gives the file."""
+    """Collects shapes in the order of drawing. `svg` returns the file."""
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
         self._patterns: dict[tuple[int, ...], str] = {}
 
     def box(self, box: Box, kind: str = "", fill: str = "", radius: float = 0, about: str = "") -> None:
-        """A rectangle. ``kind``: a class of the style; ``fill``: a colour instead; ``about``: shown on hover."""
+        """Draws a rectangle.
+
+        Args:
+            kind: a class of the style.
+            fill: a colour in place of the class.
+            about: text that is shown on hover.
+        """
         look = f'fill="{fill}"' if fill else f'class="{kind}"'
         corner = f' rx="{_n(radius)}"' if radius else ""
         size = f'x="{_n(box.x)}" y="{_n(box.y)}" width="{_n(box.width)}" height="{_n(box.height)}"'
@@ -68,18 +74,18 @@ class Canvas:
     def text(
         self, x: float, y: float, words: str, size: float = 12, kind: str = "", anchor: str = "start", weight: int = 400
     ) -> None:
-        """Words, whose baseline begins at the point; ``anchor``: ``middle`` or ``end`` have it centred, or end there."""
+        """Draws text with its baseline at the point. ``anchor``: ``start``, ``middle`` or ``end`` of the text is there."""
         look = f' class="{kind}"' if kind else ""
         look += f' text-anchor="{anchor}"' if anchor != "start" else ""
         look += f' font-weight="{weight}"' if weight != 400 else ""
         self._shapes.append(f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}"{look}>{escape(words)}</text>')
 
     def polygon(self, points: Iterable[tuple[float, float]], kind: str) -> None:
-        where = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-        self._shapes.append(f'<polygon points="{where}" class="{kind}"/>')
+        corners = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+        self._shapes.append(f'<polygon points="{corners}" class="{kind}"/>')
 
     def colour(self, ranks: Sequence[int]) -> str:
-        """The fill of what these ranks hold: a colour, or stripes of several."""
+        """The fill for a part that these ranks hold: a colour, or stripes of several."""
         tones = tuple(dict.fromkeys(rank % len(RANK_COLOURS) for rank in ranks))
         if len(tones) == 1:
             return RANK_COLOURS[tones[0]]
@@ -87,12 +93,12 @@ class Canvas:
         return f"url(#{name})"
 
     def absorb(self, other: Canvas) -> None:
-        """Draws what is on another canvas, above what is on this one."""
+        """Adds the shapes of another canvas, on top of those of this one."""
         self._shapes += other._shapes
         self._patterns |= other._patterns
 
     def svg(self, width: float, height: float, title: str, about: str) -> Drawing:
-        """The file. ``title`` and ``about`` are read to those who do not see it."""
+        """The SVG file. Screen readers read ``title`` and ``about``."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
             f'height="{_n(height)}" role="img" aria-labelledby="title about">'
@@ -104,7 +110,7 @@ class Canvas:
 
 
 def wide(words: str, size: float) -> float:
-    """About how many pixels words take."""
+    """The approximate width of a text in pixels."""
     return len(words) * size * _LETTER
 
 
@@ -119,5 +125,5 @@ def _stripes(name: str, tones: Sequence[int]) -> str:
 
 
 def _n(value: float) -> str:
-    """A length to a tenth of a pixel, without a needless end."""
+    """A length with one decimal, without a trailing zero."""
     return f"{value:.1f}".rstrip("0").rstrip(".")

@@ -1,9 +1,9 @@
-"""A model that falls onto its ranks: above, every parameter as one device has it; below, what each rank holds of it.
+"""Draws a model and its ranks: above, every parameter as on one device; below, the parts that each rank holds.
 
-stage 0               stage 1             one column of cards an index of tp, one row an index of the data axes
+stage 0               stage 1             a column of cards for each tp index, a row for each index of the data axes
 ┌──┬──┬────┐          ┌──┬──┬────┐
-│  │  │    │          │  │  │    │        a parameter is a rectangle of its own proportions (rows go down), coloured by
-└──┴──┴────┘          └──┴──┴────┘        the ranks that hold each piece; striped: several ranks hold the same
+│  │  │    │          │  │  │    │        a parameter is a rectangle with its proportions (rows go down); each part has the
+└──┴──┴────┘          └──┴──┴────┘        colour of the rank that holds it; stripes: several ranks hold the part
  ▼  rank 0  rank 1     ▼  rank 4  rank 5
     rank 2  rank 3        rank 6  rank 7
 """
@@ -22,12 +22,13 @@ from meshwright.draw.svg.canvas import Box, Canvas, Drawing, wide
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices
 
-WIDTH, MARGIN, GAP = 1000.0, 22.0, 16.0
-MOST_RANKS = 64
-_BETWEEN = 0.045  # between rectangles, as a share of the longest side of any
-_THIN = 0.02  # the least side, as a share of the same
+WIDTH, MARGIN, GAP = 1000.0, 22.0, 16.0  # pixels: of the page, at its border, between stages
+MOST_RANKS = 64  # more cards are too small to read
+_BETWEEN = 0.045  # distance of rectangles, relative to the longest side of any
+_THIN = 0.02  # least side of a rectangle, relative to the longest side of any
 _FALL = 96.0  # pixels from the model to its ranks
-_CARD_GAP, _CARD_HEAD, _CARD_TALL = 10.0, 24.0, 78.0
+_CARD_GAP, _CARD_HEAD, _CARD_TALL = 10.0, 24.0, 78.0  # pixels: between cards, of a card's head, of its drawing at most
+_MOST_COLUMNS = 4  # of cards in a stage: narrower ones have no room for their text
 _DIVIDES = {
     "pp": "pp divides the layers",
     "dp_replicate": "dp_replicate copies, and divides the batch",
@@ -44,7 +45,7 @@ def model_svg(shard_map: ShardMap, title: str) -> Drawing:
         title: the line above the drawing.
 
     Raises:
-        ValueError: more ranks than that.
+        ValueError: the mesh has more than 64 ranks.
     """
     if shard_map.mesh.size > MOST_RANKS:
         raise ValueError(f"at most {MOST_RANKS} ranks are drawn, given {shard_map.mesh.size}: use the text of `show`")
@@ -57,20 +58,20 @@ def model_svg(shard_map: ShardMap, title: str) -> Drawing:
     below, bottom = top + tall + 14 + _FALL, 0.0
     for number, (group, pack) in enumerate(zip(groups, packed, strict=True)):
         left = MARGIN + number * (width + GAP)
-        whole = Box(left, top - 28, width, tall + 42)
-        bottom = max(bottom, _ranks(canvas, shard_map, group, pack, Box(left, below, width, 0), cards))
-        _fall(canvas, whole, Box(left, below, width, 0))
-        _whole(canvas, shard_map, group, pack, whole, scale)
+        panel = Box(left, top - 28, width, tall + 42)
+        bottom = max(bottom, _draw_ranks(canvas, shard_map, group, pack, Box(left, below, width, 0), cards))
+        _fall(canvas, panel, Box(left, below, width, 0))
+        _draw_model(canvas, shard_map, group, pack, panel, scale)
     _plan(canvas, shard_map, below - _FALL / 2)
     return _page(canvas, shard_map, title, bottom)
 
 
-# --- what is drawn together -------------------------------------------------------------------------------------------
+# --- groups: one for each rank of the pipeline axis -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The ranks of one rank of the pipeline axis, and what they hold."""
+    """The ranks with one index on the pipeline axis, and the rows of parameters that they hold."""
 
     name: str
     ranks: tuple[int, ...]
@@ -80,21 +81,21 @@ class _Group:
 def _groups(shard_map: ShardMap) -> list[_Group]:
     recipe, mesh = shard_map.recipe, shard_map.mesh
     groups = []
-    for place in range(mesh.axis_size("pp")):
-        ranks = tuple(r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == place)
-        here = [f for name, f in shard_map.parameters.items() if place in recipe.owners(recipe.by_name[name])]
-        stages = [str(s) for s, where in enumerate(recipe.stage_rank) if where == place]
-        several = f"stages {', '.join(stages)}" if len(stages) > 1 else f"stage {stages[0]}"
-        groups.append(_Group(several if recipe.stages else "", ranks, fold(here)))
+    for pp in range(mesh.axis_size("pp")):
+        ranks = tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == pp)
+        parameters = [f for name, f in shard_map.parameters.items() if pp in recipe.owners(recipe.by_name[name])]
+        stages = [str(stage) for stage, pp_of_stage in enumerate(recipe.stage_rank) if pp_of_stage == pp]
+        name = f"stages {', '.join(stages)}" if len(stages) > 1 else f"stage {stages[0]}"
+        groups.append(_Group(name if recipe.stages else "", ranks, fold(parameters)))
     return groups
 
 
-# --- where rectangles stand -------------------------------------------------------------------------------------------
+# --- positions of rectangles ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """Rectangles of parameters beside and above each other, in elements."""
+    """The rectangles of parameters, packed in columns, in units of elements."""
 
     boxes: tuple[Box, ...]
     width: float
@@ -102,7 +103,7 @@ class _Packed:
 
 
 def _packed(rows: Sequence[Row]) -> _Packed:
-    """Columns from left to right, each as tall as the tallest rectangle at most."""
+    """Packs the rectangles in columns from left to right. No column is taller than the tallest rectangle."""
     sizes = [_sides(row.first.shape) for row in rows]
     longest = max((max(side) for side in sizes), default=1.0)  # a stage may have no parameters
     least, between = longest * _THIN, longest * _BETWEEN
@@ -118,17 +119,17 @@ def _packed(rows: Sequence[Row]) -> _Packed:
 
 
 def _sides(shape: Sequence[int]) -> tuple[float, float]:
-    """Across and down, in elements: the first dim goes down, all others go across."""
+    """(width, height) of a parameter in elements: the first dim is the height, the product of the others the width."""
     return float(prod(shape[1:])) if shape else 1.0, float(shape[0]) if shape else 1.0
 
 
 def _pieces(shape: Sequence[int], slices: Slices, box: Box) -> Iterator[Box]:
-    """The rectangles of what a rank holds. Of dims after the first, the one that is cut is drawn, as if it were alone."""
+    """The rectangles of the part that a rank holds. Of the dims after the first, only the sharded one is drawn."""
     if not elements(slices):
         return
     rows = slices[0] if slices else ((0, 1),)
-    cut = next((d for d in range(1, len(shape)) if slices[d] != ((0, shape[d]),)), None)
-    columns, across = (((0, 1),), 1) if cut is None else (slices[cut], shape[cut])
+    sharded = next((d for d in range(1, len(shape)) if slices[d] != ((0, shape[d]),)), None)
+    columns, across = (((0, 1),), 1) if sharded is None else (slices[sharded], shape[sharded])
     down = shape[0] if shape else 1
     for (top, bottom), (left, right) in product(rows, columns):
         yield Box(
@@ -139,29 +140,28 @@ def _pieces(shape: Sequence[int], slices: Slices, box: Box) -> Iterator[Box]:
         )
 
 
-# --- ink --------------------------------------------------------------------------------------------------------------
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def _whole(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel: Box, scale: float) -> None:
-    """The group's part of the model, each piece in the colours of the ranks that hold it."""
+def _draw_model(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel: Box, scale: float) -> None:
+    """Draws the parameters of a group, each part in the colours of the ranks that hold it."""
     left = panel.x + (panel.width - pack.width * scale) / 2
     for row, at in zip(group.rows, pack.boxes, strict=True):
         box = Box(left + at.x * scale, panel.y + 28 + at.y * scale, at.width * scale, at.height * scale)
         facts = row.first
         for ranks, slices in shards.held_by(facts.name):
-            here = [r for r in ranks if r in group.ranks]
-            said = (
-                f"{row}: {slices_text(slices, facts.shape)} on rank{'s'[: len(here) > 1]} {', '.join(map(str, here))}"
-            )
-            for piece in _pieces(facts.shape, slices, box) if here else ():
-                canvas.box(piece, fill=canvas.colour(here), about=said)
+            holders = [rank for rank in ranks if rank in group.ranks]
+            ranks_part = f"rank{'s'[: len(holders) > 1]} {', '.join(map(str, holders))}"
+            tooltip = f"{row}: {slices_text(slices, facts.shape)} on {ranks_part}"
+            for piece in _pieces(facts.shape, slices, box) if holders else ():
+                canvas.box(piece, fill=canvas.colour(holders), about=tooltip)
         _name(canvas, row, box)
     if group.name:
         canvas.text(panel.x + 12, panel.y + 18, group.name, 12, weight=600)
 
 
 def _name(canvas: Canvas, row: Row, box: Box) -> None:
-    """The name of a parameter's module within its rectangle, if there is room for it, or for its first word."""
+    """Draws the name of a parameter's module within its rectangle, or the first word of it, if there is room."""
     parts = [part for part in row.label.split(".") if part not in ("weight", "bias")]
     name = parts[-1] if parts else row.label
     size = 9.5
@@ -179,20 +179,20 @@ def _fall(canvas: Canvas, above: Box, below: Box) -> None:
 
 
 def _columns(shards: ShardMap) -> int:
-    """How many cards stand beside each other: one an index of the innermost axis, at most four."""
+    """Number of cards beside each other: one for each index of the innermost axis, at most ``_MOST_COLUMNS``."""
     inner = [axis for axis in shards.mesh.names if axis != "pp"][-1:]
-    return min(shards.mesh.axis_size(inner[0]) if inner else 1, 4)
+    return min(shards.mesh.axis_size(inner[0]) if inner else 1, _MOST_COLUMNS)
 
 
 def _card_scale(shards: ShardMap, width: float, pack: _Packed) -> float:
-    """Pixels an element in a card; ``width``: of all cards beside each other."""
+    """Pixels for each element in a card. ``width``: of all cards beside each other, in pixels."""
     columns = _columns(shards)
     room = (width - _CARD_GAP * (columns - 1)) / columns - 20
     return min(room / pack.width, _CARD_TALL / pack.height)
 
 
-def _ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel: Box, scale: float) -> float:
-    """A card a rank; where the last one ends."""
+def _draw_ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel: Box, scale: float) -> float:
+    """Draws a card for each rank. Returns the y coordinate of the lower end of the last one."""
     columns, gap, head = _columns(shards), _CARD_GAP, _CARD_HEAD
     width = (panel.width - gap * (columns - 1)) / columns
     height = head + pack.height * scale + 10
@@ -207,44 +207,45 @@ def _ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel
             box = Box(left + at.x * scale, card.y + head + at.y * scale, at.width * scale, at.height * scale)
             canvas.box(box, "ghost")
             slices = shards.slices(row.first.name, rank)
-            said = f"rank {rank} holds {slices_text(slices, row.first.shape)} of {row} ({shape_text(row.first)})"
+            tooltip = f"rank {rank} holds {slices_text(slices, row.first.shape)} of {row} ({shape_text(row.first)})"
             for piece in _pieces(row.first.shape, slices, box):
-                canvas.box(piece, fill=canvas.colour([rank]), about=said)
+                canvas.box(piece, fill=canvas.colour([rank]), about=tooltip)
         bottom = max(bottom, card.bottom)
     return bottom
 
 
 def _rank(canvas: Canvas, shards: ShardMap, rank: int, card: Box) -> None:
-    """The head of a card: the rank, where it stands, and what it holds."""
+    """Draws the head of a card: the rank, its coordinate, and the bytes that it holds."""
     canvas.text(card.x + 10, card.y + 16, f"rank {rank}", 11, weight=600)
-    held = size_text(shards.bytes_at(rank))
-    canvas.text(card.right - 10, card.y + 16, held, 10, "dim", "end")
-    where = " · ".join(f"{axis} {index}" for axis, index in shards.mesh.coordinate(rank).items() if axis != "pp")
-    if wide(where, 10) < card.width - 30 - wide(f"rank {rank}", 11) - wide(held, 10):
-        canvas.text(card.x + 18 + wide(f"rank {rank}", 11), card.y + 16, where, 10, "dim")
+    nbytes = size_text(shards.bytes_at(rank))
+    canvas.text(card.right - 10, card.y + 16, nbytes, 10, "dim", "end")
+    coordinate = shards.mesh.coordinate(rank)
+    text = " · ".join(f"{axis} {index}" for axis, index in coordinate.items() if axis != "pp")
+    if wide(text, 10) < card.width - 30 - wide(f"rank {rank}", 11) - wide(nbytes, 10):
+        canvas.text(card.x + 18 + wide(f"rank {rank}", 11), card.y + 16, text, 10, "dim")
 
 
 def _plan(canvas: Canvas, shards: ShardMap, middle: float) -> None:
-    """The plan, between the model and its ranks."""
-    words = "mesh: {" + ", ".join(f"{axis}: {size}" for axis, size in shards.mesh.axes) + "}"
-    width = len(words) * 8.2 + 36
+    """Draws the mesh of the plan, between the model and its ranks."""
+    text = "mesh: {" + ", ".join(f"{axis}: {size}" for axis, size in shards.mesh.axes) + "}"
+    width = len(text) * 8.2 + 36
     canvas.box(Box((WIDTH - width) / 2, middle - 30, width, 30), "pill", radius=15)
-    canvas.text(WIDTH / 2, middle - 10.2, words, 13.5, "pill-text mono", "middle", 600)
+    canvas.text(WIDTH / 2, middle - 10.2, text, 13.5, "pill-text mono", "middle", 600)
     canvas.text(WIDTH / 2, middle + 21, "  ·  ".join(_DIVIDES[a] for a in shards.mesh.names), 12, "dim", "middle")
 
 
 def _page(canvas: Canvas, shards: ShardMap, title: str, bottom: float) -> Drawing:
-    """The drawing on its page, with a line above and one below."""
+    """The drawing on its page, with a title above and a legend below."""
     height = bottom + 40
     page = Canvas()
     page.box(Box(0.5, 0.5, WIDTH - 1, height - 1), "page", radius=12)
     page.text(MARGIN, 34, title, 17, weight=650)
-    whole = f"{count_text(shards.numel)} parameters, {size_text(shards.bytes)}, on one device"
-    page.text(WIDTH - MARGIN, 34, whole, 12, "dim", "end")
+    size = f"{count_text(shards.numel)} parameters, {size_text(shards.bytes)}, on one device"
+    page.text(WIDTH - MARGIN, 34, size, 12, "dim", "end")
     legend = (
         "A rectangle is a parameter, in its own proportions. A colour: the rank that holds a piece; stripes: several."
     )
     page.text(MARGIN, height - 16, legend, 11, "dim")
     page.absorb(canvas)
-    held = "; ".join(f"rank {r} holds {size_text(b)}" for r, b in enumerate(shards.bytes_by_rank))
-    return page.svg(WIDTH, height, title, f"{whole}. Mesh: {shards.mesh}. {held}.")
+    bytes_of_ranks = "; ".join(f"rank {r} holds {size_text(b)}" for r, b in enumerate(shards.bytes_by_rank))
+    return page.svg(WIDTH, height, title, f"{size}. Mesh: {shards.mesh}. {bytes_of_ranks}.")

@@ -1,16 +1,21 @@
-"""A pipeline in time: a line a rank, a box an action. Forwards are light, backwards dark; a colour is a stage."""
+"""Draws a pipeline's schedule in time: a line for each rank, a box for each action, a colour for each stage."""
 
 from __future__ import annotations
 
 from meshwright.draw.svg.canvas import RANK_COLOURS, Box, Canvas, Drawing
 from meshwright.schedule import Schedule, idle, timeline
 
-WIDTH, MARGIN, LABEL, LINE = 1000.0, 22.0, 58.0, 30.0
+WIDTH, MARGIN, LABEL, LINE = (
+    1000.0,
+    22.0,
+    58.0,
+    30.0,
+)  # pixels: the page, its margin, room for "rank 12", a line's height
 _KINDS = {"F": "forward", "B": "backward", "I": "backward, gradients of inputs", "W": "backward, gradients of weights"}
 
 
 def schedule_svg(schedule: Schedule, title: str) -> Drawing:
-    """The drawing of a schedule of computations, a backward taking two forwards, as the text of an SVG file."""
+    """The drawing of a schedule, as the text of an SVG file. A backward takes as long as two forwards."""
     canvas, spans = Canvas(), timeline(schedule)
     unit = (WIDTH - 2 * MARGIN - LABEL) / max(span.stop for span in spans)
     height = 64 + LINE * len(schedule.ranks) + 34
@@ -24,8 +29,8 @@ def schedule_svg(schedule: Schedule, title: str) -> Drawing:
         canvas.box(Box(MARGIN + LABEL, y, WIDTH - 2 * MARGIN - LABEL, LINE - 4), "ghost", radius=3)
     for rank, start, stop, action in spans:
         box = Box(MARGIN + LABEL + start * unit, 54 + LINE * rank, (stop - start) * unit, LINE - 4)
-        said = f"stage {action.stage}, microbatch {action.microbatch}, {_KINDS[action.kind]}"
-        canvas.box(box.inner(0.7), fill=RANK_COLOURS[action.stage % 8], radius=3, about=said)
+        tooltip = f"stage {action.stage}, microbatch {action.microbatch}, {_KINDS[action.kind]}"
+        canvas.box(box.inner(0.7), fill=RANK_COLOURS[action.stage % 8], radius=3, about=tooltip)
         if action.kind != "F":
             canvas.box(box.inner(0.7), "shade", radius=3)
         if box.width > 13:
