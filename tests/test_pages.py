@@ -78,7 +78,10 @@ class Reader:
         return ""
 
     def bash(self, block: Block) -> str:
-        return "".join(self.command(words, bool(self.skipped & set(block.marks))) for words in commands(block.text))
+        skipped, smaller = bool(self.skipped & set(block.marks)), block.marks.get("quick")
+        if skipped and smaller:
+            return "".join(self.command([*words, "--set", smaller], parsed=False) for words in commands(block.text))
+        return "".join(self.command(words, skipped) for words in commands(block.text))
 
     def command(self, words: list[str], parsed: bool) -> str:
         program, *rest = words

@@ -55,6 +55,7 @@ def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> Renderab
     largest = max(prediction.roles, key=lambda role: prediction.memories[role.rank].peak)
     return Group(
         heading,
+        *_links(prediction),
         *_titled("memory of a rank", _memory(prediction), Text(_CAPTION, style="dim")),
         *_over_time(prediction),
         *_titled("what it is", _items(prediction)),
@@ -108,6 +109,21 @@ def rehearsed(run: DryRun) -> RenderableType:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _links(prediction: Prediction) -> Iterator[RenderableType]:
+    """On several nodes: for each axis its first group of ranks, and whether that stays within a node."""
+    recipe, on = prediction.recipe, prediction.per_node
+    if recipe is None or not 0 < on < recipe.mesh.size:
+        return
+    table = _table(("axis", "its first group", "goes"))
+    for axis, size in recipe.mesh.axes:
+        groups = recipe.mesh.groups(axis)
+        nodes = max(len({rank // on for rank in group}) for group in groups)
+        if size > 1:
+            way = "within a node" if nodes == 1 else f"between {nodes} nodes"
+            table.add_row(axis, ranks_text(groups[0]), way + f", {size // nodes} ranks on each" * (1 < nodes < size))
+    yield from _titled(f"{-(-recipe.mesh.size // on)} nodes of {on} ranks, counted node by node", table)
 
 
 def _memory(prediction: Prediction) -> Table:
