@@ -25,7 +25,9 @@ class HandOver:
     """Gives parameters the gradients that have come to their local parts.
 
     at once       as each comes: a hook of FSDP2's, or of a person's, that waits for a gradient finds the parameters'
-    together      at the end of a backward: one loop, where each hook would find the caches full of the backward's own
+    together      at the end of a backward: one loop, where each hook would find the caches full of the backward's own. Not
+                  where the first parameter has a gradient already: that of each is added at once, so that no second set
+                  of gradients takes memory
     """
 
     def __init__(self) -> None:
@@ -37,10 +39,14 @@ class HandOver:
 
         def arrived(local: Tensor) -> None:
             waiting = self._waiting
-            if waiting is not None:
+            if waiting:
                 waiting.append((take, local))
-            else:
-                with without_modes():  # in a backward the SPMD mode is on, and would look at every function
+                return
+            with without_modes():  # in a backward the SPMD mode is on, and would look at every function
+                if waiting is not None and p.grad is None:
+                    waiting.append((take, local))
+                else:
+                    self._waiting = None
                     take(local)
 
         return arrived
