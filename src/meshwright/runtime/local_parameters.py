@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from meshwright.private import held_of, hooked, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
-from meshwright.runtime.weights.parameters import StandIns, local_part, places
+from meshwright.runtime.weights.local_part import HandOver, local_part
+from meshwright.runtime.weights.parameters import StandIns, places
 from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import Parts
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
@@ -64,7 +67,7 @@ class _Part:
     forward: int
 
 
-class LocalParameters:
+class LocalParameters(Parts):
     """A parameter → its local part, for the view.
 
     FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
@@ -72,6 +75,9 @@ class LocalParameters:
 
     Args:
         stand_ins: what stands in modules in the place of objects that the model has elsewhere.
+
+    Attributes:
+        gradients: gives parameters those that come to their local parts.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class LocalParameters:
         branching: Branching | None,
         stand_ins: StandIns,
     ) -> None:
+        super().__init__(None)
+        self.gradients = HandOver()
         self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
         self._stand_ins, self._low = stand_ins, half_type(recipe)
         self._several = any(len(line.places) > 1 for line in recipe.parameters)
@@ -103,14 +111,21 @@ class LocalParameters:
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
             elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
                 self._parts.pop(key, None)
+                self.unsettle()
             else:
                 part._mw_memo, part._mw_memory = {}, None
         self._used.clear()
+        self.touched.clear()
         self._forward += 1
 
     def renew(self) -> None:
         """Parts are made anew in the next forward: what was noted on those of a trial, as their type, is not true of a step."""
         self._parts.clear()
+        self.unsettle()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """See ``Parts``."""
+        return nullcontext() if self.listened else self.gradients.together()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
@@ -126,7 +141,7 @@ class LocalParameters:
                 return known.part
             if held_of(x) is known.held and not hooked(x):
                 known.forward = self._forward
-                self._used.append((key, known))
+                self._note_use(key, known)
                 return known.part
         if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes it is FSDP2's, at rest
@@ -134,8 +149,14 @@ class LocalParameters:
         local = local_of(part)
         lasts = local.is_leaf and storage_of(local) == storage_of(held) and not torch.is_inference_mode_enabled()
         known = self._parts[key] = _Part(x, held, part, lasts, self._forward)
-        self._used.append((key, known))
+        self._note_use(key, known)
+        if lasts:
+            self.unsettle()  # there may have been another part, which lasted
         return part
+
+    def _note_use(self, key: Any, known: _Part) -> None:
+        self._used.append((key, known))
+        self.touched.add(id(known.of))
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
         local = self._leaf(x)
@@ -150,11 +171,11 @@ class LocalParameters:
     def _leaf(self, x: DTensor) -> Tensor:
         """The parameter's local part, the same for as long as nothing about it changes that autograd cares for."""
         if torch.is_inference_mode_enabled() or hooked(x):
-            return local_part(x)
+            return local_part(x, self.gradients)
         state = _state(x)
         leaf = self._leaves.get(id(x))
         if leaf is None or leaf[0] is not x or leaf[1] != state:
-            leaf = self._leaves[id(x)] = x, state, local_part(x)
+            leaf = self._leaves[id(x)] = x, state, local_part(x, self.gradients)
         return leaf[2]
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:

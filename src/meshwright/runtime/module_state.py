@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -124,24 +126,62 @@ def _copy(value: Tensor) -> Tensor:
     return copy
 
 
-def make_whole(module: nn.Module) -> None:
-    """What a forward left on modules as a global tensor becomes a plain tensor, whole on every rank: a buffer that it
-    assigned, a list of statistics. Whoever reads it later, on one rank alone perhaps, then finds what one device has.
-    Collective over the ranks that ran the forward."""
-    seen: set[int] = set()
-    noteworthy = (within for within in modules_of(module) if not _is_plain(within))
-    for holder in (holder for within in noteworthy for holder in _of_module(within, seen)):
-        if any(map(_has_view, _values(holder))):
-            if isinstance(holder, MutableMapping):
-                internal = _INTERNAL if "_parameters" in holder else ()
-                holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
-            elif not isinstance(holder, set):  # a set holds no global tensors: they are not hashable
-                for i, value in enumerate(holder):
-                    holder[i] = _whole(value)
+class Leftovers:
+    """What forwards leave on the modules of a model as global tensors.
+
+    Most modules have constants and plain buffers alone. These are looked into again only if one of them has got, or lost,
+    something since: what they hold is compared, after each step, with what it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._holders: list[Mapping[str, Any]] = []  # of the plain modules: attributes, buffers
+        self._then: list[Any] = []  # what is in these
+        self._children: list[Mapping[str, Any]] = []
+        self._children_then: list[Mapping[str, Any]] = []
+        self._noteworthy: list[nn.Module] | None = None
+
+    def make_whole(self) -> None:
+        """They become plain tensors, whole on every rank: a buffer that a forward assigned, a list of statistics. Whoever reads
+        it later, on one rank alone perhaps, then finds what one device has. Collective over the ranks that ran the forward."""
+        if self._noteworthy is None or not self._is_as_it_was():
+            self._look()
+        seen: set[int] = set()
+        for holder in (holder for within in self._noteworthy or () for holder in _of_module(within, seen)):
+            if any(map(_has_view, _values(holder))):
+                _make_whole(holder)
+
+    def _look(self) -> None:
+        modules = list(modules_of(self._model))
+        plain = {id(m) for m in modules if _is_plain(m)}
+        self._noteworthy = [m for m in modules if id(m) not in plain]
+        mine = [m for m in modules if id(m) in plain and not is_scripted(m)]
+        self._holders = [holder for m in mine for holder in (vars(m), buffers_in(m))]
+        self._then = _everything(self._holders)
+        self._children = [vars(m)["_modules"] for m in modules]
+        self._children_then = [dict(children) for children in self._children]
+
+    def _is_as_it_was(self) -> bool:
+        now = _everything(self._holders)
+        same = len(now) == len(self._then) and all(map(is_, now, self._then))
+        return same and self._children == self._children_then
+
+
+def _everything(holders: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(holder.values() for holder in holders)]
+
+
+def _make_whole(holder: _Holder) -> None:
+    if isinstance(holder, MutableMapping):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
+    elif not isinstance(holder, set):  # a set holds no global tensors: they are not hashable
+        for i, value in enumerate(holder):
+            holder[i] = _whole(value)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has constants and plain buffers alone, as most do: told at once, as this is asked after each step."""
+    """Whether a module has constants and plain buffers alone, as most do: told at once."""
     if is_scripted(module):
         return True
     attributes = vars(module)

@@ -13,7 +13,7 @@ from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
 from meshwright.runtime.held import ShardedModel
-from meshwright.runtime.module_state import ModuleState, make_whole
+from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
@@ -61,7 +61,7 @@ class Runner:
         self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
         self.held = ShardedModel(self.module, self.recipe, self.groups)
-        self._placed = Placed(self.module, self.recipe)
+        self._placed, self._leftovers = Placed(self.module, self.recipe), Leftovers(self.module)
 
     @property
     def pipeline(self) -> Executor | None:
@@ -102,7 +102,11 @@ class Runner:
         if self._routed is not None:
             self._routed.begin()
         with self.gradients.of_this_step(pieces.copies):
-            losses = self.executor.run(pieces, begin, watched, backward=True)
+            self.stages.settle(self._placed.same, listened=self._placed.have_backward_hooks())
+            try:
+                losses = self.executor.run(pieces, begin, watched, backward=True)
+            finally:
+                self.stages.settle(None)
             self._sync.finish()
             if self._routed is not None:
                 self._routed.settle()
@@ -141,7 +145,7 @@ class Runner:
     def settle_modules(self) -> None:
         """What forwards left on modules is whole, as on one device."""
         if self._wholes:
-            make_whole(self.module)
+            self._leftovers.make_whole()
 
     def written(self) -> list[nn.Parameter]:
         """The parameters that a forward may write to."""

@@ -286,7 +286,8 @@ class Step:
         # What a checkpoint of the model's computes again may write to what modules keep: once a step, as on one device.
         left = self._left.get(action.stage) if action.microbatch else None
         if roots:
-            with left.restored() if left else nullcontext(), flight.later or nullcontext(), self._stages.view():
+            stages, restored = self._stages, left.restored() if left else nullcontext()
+            with restored, flight.later or nullcontext(), stages.view(), stages.backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.back = {

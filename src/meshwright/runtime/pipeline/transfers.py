@@ -1,7 +1,14 @@
 """``Transfers``: what crosses between the stages of different ranks in one step.
 
-A value is sent whole, from each rank to the rank of the other stage with the same place on all other axes. Nothing waits for
-a send; a receive fills buffers while other actions run, and an action waits for those that it needs.
+A value crosses from each rank to the rank of the other stage with the same place on all other axes. Nothing waits for a send; a
+receive fills buffers while other actions run, and an action waits for those that it needs.
+
+The ranks of a tp group hold one value, whole. A large one they share: each sends its slice, and the ranks that receive gather
+the slices over tp. So it crosses once, and not once for each of them (Narayanan et al., arXiv 2104.04473, section 4.1).
+
+    rank 0 ─ bytes 0 … n/2 ─► rank 2 ┐
+                                     ├ all-gather over tp: both have the value
+    rank 1 ─ bytes n/2 … n ─► rank 3 ┘
 """
 
 from __future__ import annotations
@@ -22,8 +29,10 @@ from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.program import Program
 from meshwright.schedule import TRANSFERS, Action
+from meshwright.spmd.comm import gather_single
 from meshwright.watch.timer import CommunicationTimer
 
+LARGE = 1 << 20  # bytes from which on a value is shared: an all-gather has a time of its own, however little it moves
 _WHICH = -1  # stands for the number of a value, of a message that says which gradients there are
 
 
@@ -41,6 +50,20 @@ class Traffic:
     sends: int = 0
     bytes: int = 0
     awaited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A value on its way.
+
+    Attributes:
+        value: what it will be; ``part``: the bytes that come to this rank, of all or of a slice.
+    """
+
+    number: int
+    value: Tensor
+    part: Tensor
+    work: Any
 
 
 class Transfers:
@@ -64,9 +87,13 @@ class Transfers:
     ) -> None:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
         self._hosts = groups.hosts.get("pp")  # None: there are no other stages
+        # Branches hold values on some ranks of tp alone.
+        self._sharers = groups.mesh.axis_size("tp") if len(groups.meshes) == 1 else 1
+        self._tp = groups.tp if self._sharers > 1 else None
+        self._tp_rank = groups.tp_rank
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
         self._patience = None if self._hosts is None else timeout_of(self._hosts)
-        self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
+        self._arriving: dict[Action, list[_Arriving]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
     def begin(self, action: Action) -> None:
@@ -131,11 +158,17 @@ class Transfers:
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
         home = self._stage_rank[action.other or 0]
         for t in tensors:
-            t = as_bytes(t)
+            t = self._mine(as_bytes(t))
             self._sent.append((dist.isend(t, group=self._among(t), group_dst=home), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
         self._sent = [(w, t) for w, t in self._sent if not is_done(w)]
+
+    def _mine(self, t: Tensor) -> Tensor:
+        """The bytes of a value that this rank sends, or receives, for its tp group."""
+        if self._sharers == 1 or t.numel() < LARGE or t.numel() % self._sharers:
+            return t
+        return t.chunk(self._sharers)[self._tp_rank]
 
     def _send_values(self, action: Action, flight: Flight) -> None:
         graph, tensors = self._programs[action.microbatch].graph, []
@@ -178,16 +211,22 @@ class Transfers:
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
             there = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
             buffers.insert(0, (_WHICH, there))
-        self._arriving[action] = [
-            (n, b, dist.irecv(as_bytes(b), group=self._among(b), group_src=home)) for n, b in buffers
-        ]
+        self._arriving[action] = [self._begin_receiving(n, b, home) for n, b in buffers]
 
-    def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
+    def _begin_receiving(self, number: int, value: Tensor, home: int) -> _Arriving:
+        buffer = as_bytes(value)
+        mine = self._mine(buffer)
+        part = buffer if mine is buffer else torch.empty_like(mine)
+        return _Arriving(number, value, part, dist.irecv(part, group=self._among(value), group_src=home))
+
+    def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
         entries = []
-        for n, buffer, work in arriving:
+        for a in arriving:
             with self._traffic.waiting.on():
-                self._wait(work, buffer)
-            entries.append((n, buffer))
+                self._wait(a.work, a.part)
+                if a.part.numel() < (whole := as_bytes(a.value)).numel():
+                    gather_single(whole, a.part, group=self._tp)
+            entries.append((a.number, a.value))
         if entries and entries[0][0] == _WHICH:
             there = entries.pop(0)[1].tolist()
             entries = [entry for entry, is_there in zip(entries, there, strict=True) if is_there]
