@@ -17,7 +17,6 @@ from meshwright.runtime.rows.batch import moved, plain
 from meshwright.runtime.rows.loader import Loader, Row
 from meshwright.submesh import bounds
 
-
 _END = object()
 
 
