@@ -14,19 +14,23 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError, ReplicaError, UncutPathError
 from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
+from meshwright.private import without_modes
 from meshwright.runtime.branches import streams
+from meshwright.runtime.checksum import checksum
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.job_end import JobEnd
-from meshwright.runtime.rows.batch import as_given, check_device, plain, versions, with_shared
+from meshwright.runtime.rows.batch import as_given, check_device, plain, spelled_form, tensors_in, versions, with_shared
 from meshwright.runtime.rows.microbatches import Noticed, Pieces, rows_of, write_back
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
+from meshwright.runtime.step_notes import is_plain, listed
 from meshwright.spmd.one_process import one_process
 
 
@@ -65,7 +69,7 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         try:
-            batch, pieces = self._begin(batch)
+            batch, pieces = self._begin(batch, "job.step" if backward else "job.evaluate")
         except BaseException:
             self.count -= backward
             raise
@@ -90,30 +94,39 @@ class Steps:
         runner.switches.note()
         return losses, division.loss(losses, pieces)
 
-    def _begin(self, batch: Any) -> tuple[Any, Pieces]:
+    def _begin(self, batch: Any, method: str) -> tuple[Any, Pieces]:
         """The batch, and what this rank runs of it. Collective over all ranks.
 
         Raises:
             PlanError: something is wrong with the batch, or with the model as it stands, on some rank. On every rank.
         """
-        runner, wrong = self._runner, None
+        runner, wrong, form = self._runner, None, ""
         try:
             batch = self._ready(batch)
+            form = f"{method}({spelled_form(batch)})"
+            if method == "job.step" and self._guard.due(self.count):
+                form += f" with values {self._sum_of(batch)}"
         except Exception as error:  # whatever it is, the other ranks are to know
             wrong = error
             self._end.told(error)
         notice = wrong is not None or runner.gradients.has_new_hooks()
-        notice |= self._agreement.agree(self.count, notice=notice)
+        notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
             return batch, self._division.pieces(batch, notice=notice)
         except Noticed:
-            runner.gradients.take_hooks(self._agreement.tell(self._notice(wrong)))
+            runner.gradients.take_hooks(self._agreement.tell(self._notice(wrong, form)))
         return batch, self._division.pieces(batch)
 
-    def _notice(self, wrong: Exception | None) -> Notice:
+    def _sum_of(self, batch: Any) -> int:
+        """A number that follows from the bits of a batch."""
+        with torch.no_grad(), without_modes():
+            sums = [checksum(t) for t in tensors_in(batch) if is_plain(t)]
+            return hash(tuple(listed(sums, self._runner.groups.device)))
+
+    def _notice(self, wrong: Exception | None, form: str) -> Notice:
         """What this rank has to tell."""
         try:
-            return Notice(wrong, self._runner.gradients.hooked(), self._runner.switches.hooked)
+            return Notice(wrong, self._runner.gradients.hooked(), self._runner.switches.hooked, form)
         except PlanError as error:
             return Notice(wrong or error)
 
@@ -132,7 +145,9 @@ class Steps:
         self._check_weights()
         with self._end.within(self.number), one_process():
             self._runner.at_rest()
-            self._agreement.agree(self.count, notice=False)
+            form = f"job({spelled_form((args, kwargs))})"
+            self._agreement.agree(self.count, form=form, notice=False)
+            self._agreement.refuse_different(form)
             try:
                 return self._runner.output(args, kwargs)
             finally:
