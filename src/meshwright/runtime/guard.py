@@ -50,9 +50,8 @@ _KINDS = {
     "parameter ": "parameters", "buffer ": "buffers", "steps of the optimizer": "optimizer steps",
     "what enters ": "activations", "what leaves ": "activations", "loss of ": "losses", "the order ": "collectives",
 }  # fmt: skip
-_SHOWN = (
-    8  # differences that an error lists; one cause often makes all later tensors differ, and the first ones tell most
-)
+# differences that an error lists; one cause often makes all later tensors differ, and the first ones tell most
+_SHOWN = 8
 _ON_GPU = " On a GPU, torch.use_deterministic_algorithms(True) leaves out kernels whose sums depend on timing."
 _FIX = (
     "The optimizer has not stepped. A checkpoint has each value once: to go on, resume from the last one, or save one and "
@@ -284,8 +283,7 @@ class Guard:
 
     def _add_constants(self, entries: Entries) -> None:
         """Adds buffers and frozen parameters. Those that forwards write may depend on rows, or on random numbers that
-        differ between
-        data ranks: they are compared within tp groups only."""
+        differ between data ranks: they are compared within tp groups only."""
         frozen = {
             name: (line, p) for name, line, p in self._parameters() if not p.requires_grad and name in self._constants
         }

@@ -91,8 +91,8 @@ class Runner:
         Args:
             watched: a context around the forward of a stage and microbatch.
             once: every microbatch begins with the state of modules from before the step, and the state that the first one
-                leaves
-                stays. So a step leaves the same state however many microbatches it has. For models whose rows do not interact.
+                leaves stays. So a step leaves the same state however many microbatches it has. For models whose rows do
+                not interact.
             backward: whether gradients are computed too.
 
         Returns:
