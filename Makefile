@@ -49,6 +49,8 @@ bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on
 	$(PY) bench/overhead.py --keep
 	$(PY) bench/handwritten.py --rounds 30 --keep
 	$(PY) bench/handwritten.py --rounds 30 --alone --keep
+	$(PY) bench/ratios.py --ranks 1,2,4 --grow --keep
+	$(PY) bench/ratios.py --ranks 1,2 --large --rounds 10 --keep
 	$(PY) bench/observe.py --keep
 	$(PY) bench/startup.py --runs 2 --keep
 	$(PY) bench/raw.py

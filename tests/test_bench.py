@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ SAMPLES: dict[str, Any] = {
         "calls": {"add": [1.0, 2.0, 3.04]},
     },
     "handwritten": [{"times": {"by hand": [[0.1] * 3, [0.2] * 3], "recorded": [[0.11] * 3, [0.3] * 3]}}],
+    "ratios": [
+        {
+            "case": {
+                "against": "ddp",
+                "layout": "dp_replicate=2",
+                "shape": "vit",
+                "blocks": 4,
+                "width": 64,
+                "rows": 4,
+                "tokens": 16,
+                "microbatches": 1,
+            },
+            "times": [[[0.2, 0.2, 0.3], [0.4] * 3], [[0.1, 0.1, 0.1], [0.2] * 3]],
+            "collectives": ["a", ""],
+        },
+    ],
     "startup": {"import": {"what": "import", "aim": 0.2, "runs": [[3.0, 4.0], [2.0, 5.0]], "beyond": [[1.75, 1.0]]}},
     "observe": {
         "tp=2": {
@@ -29,6 +46,7 @@ ROWS = {
     "overhead/collectives": "| `tp=2` | a | b |",
     "overhead/calls": "| `add` | 1.0 | 2.0 | 3.0 |",
     "handwritten/steps": "| 0 | recorded | 110.0 | 300.0 | 1.10 | 1.10 | 1.50 |",
+    "ratios/all": "| vit, 4 × 64, 4 × 16 | `dp_replicate=2` | ddp | 2.00 | 2.00 | 2.00 | 2.00 to 3.00 | 200.0 | a | none |",
     "startup/waits": "| import | 0.2 | 0.2 | 4.0 |",
     "observe/steps": "| `tp=2` | 150.0 | 200.0 | 1.50 (0.75 to 2.25) | 100.0 | 150.0 |",
 }
@@ -61,6 +79,6 @@ def test_a_table_without_samples_stays(tmp_path: Path) -> None:
 def test_the_page_has_the_tables_of_its_files_and_a_place_for_each() -> None:
     text = raw.PAGE.read_text("utf-8")
     assert raw.filled(text) == text, "python bench/raw.py"
-    places = [(place["name"].removesuffix("-alone"), place["table"]) for place in raw.PLACE.finditer(text)]
+    places = [(re.sub("-(alone|large)$", "", place["name"]), place["table"]) for place in raw.PLACE.finditer(text)]
     assert {name for name, _ in places} == set(SAMPLES)
     assert all(table in importlib.import_module(name).tables(SAMPLES[name]) for name, table in places)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.runtime.pipeline import transfers
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.schedule import make_schedule, most_in_flight
 from meshwright.submesh import bounds
@@ -321,6 +322,38 @@ def test_training_norms_evaluation_output_and_state(plan, workers, alone):
         if last:
             start, stop = rows[mesh.data_index(rank)]
             torch.testing.assert_close(output, logits[start:stop], rtol=1e-7, atol=1e-8)
+
+
+class Wide(torch.nn.Module):
+    """A model whose values that cross are large: 2 × 3 × 6 doubles, and a mask that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x))))).square().mean()
+
+
+def crossing(large):
+    """(loss, gradients of this rank's parameters, bytes sent to other stages) of a step, where values of so many are shared."""
+    before, transfers.LARGE = transfers.LARGE, large
+    try:
+        x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        plan = {"mesh": {"pp": 2, "tp": 2}, "schedule": "1f1b", "microbatches": 1}
+        job = mw.parallelize(lambda: Wide().double(), plan, batch=(x,))
+        loss = job.step((x,)).item()
+        grads = {name: p.grad.to_local() for name, p in job.named_parameters() if p.grad is not None}
+        return loss, grads, job.pipeline.traffic.bytes
+    finally:
+        transfers.LARGE = before
+
+
+def test_a_large_value_crosses_once_for_all_ranks_of_a_tp_group(workers):
+    for whole, shared in zip(*(workers.run(crossing, large, ranks=4) for large in (1 << 20, 16)), strict=True):
+        assert shared[0] == whole[0] and shared[1].keys() == whole[1].keys()
+        assert all(torch.equal(g, whole[1][name]) for name, g in shared[1].items())
+        assert shared[2] == whole[2] // 2 > 0
 
 
 def narrow(plan):

@@ -45,6 +45,8 @@ from meshwright.private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    any_backward_hooks,
+    any_hooked,
     autocast_is_on,
     autograd_local,
     awaits_gradient,
@@ -52,6 +54,7 @@ from meshwright.private import (
     bases_of,
     collectives_entered,
     compiles,
+    each_held,
     function_mode_at,
     function_modes,
     has_gradient,
@@ -74,6 +77,7 @@ from meshwright.private import (
     set_autograd_local,
     set_version,
     storage_of,
+    storages_of,
     take_backward_hooks,
     timeout_of,
     version,
@@ -112,7 +116,7 @@ USES = {
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
-        _foreach_mul_ _foreach_norm \
+        _foreach_mul_ _foreach_norm _has_any_global_hook \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
@@ -708,13 +712,14 @@ def test_whether_a_gradient_goes_through_a_tensor_is_known_within_transforms() -
 
 def test_a_tensor_with_hooks_is_known() -> None:
     p = nn.Parameter(torch.ones(2))
-    assert not hooked(p)
+    several = [nn.Parameter(torch.ones(2)), p]
+    assert not hooked(p) and not any_hooked(several)
     hooks = [register(lambda g: None) for register in (p.register_hook, p.register_post_accumulate_grad_hook)]
-    assert hooked(p)
+    assert hooked(p) and any_hooked(several)
     hooks[0].remove()
-    assert hooked(p)
+    assert hooked(p) and any_hooked(several)
     hooks[1].remove()
-    assert not hooked(p)
+    assert not hooked(p) and not any_hooked(several)
 
 
 class Instead(TorchFunctionMode):
@@ -751,11 +756,13 @@ def test_the_hooks_of_a_parameter_can_be_taken_and_their_handles_remove_them() -
 
 def test_the_hooks_of_a_modules_backward_are_known() -> None:
     module = nn.Linear(2, 2)
-    assert backward_hooks(module) == ([], [])
+    several = [nn.Linear(2, 2), module]
+    assert backward_hooks(module) == ([], []) and not any_backward_hooks(several)
     before, after = (lambda m, outputs: None), (lambda m, inputs, outputs: None)
     module.register_full_backward_pre_hook(before)
     module.register_full_backward_hook(after)
-    assert backward_hooks(module) == ([before], [after])
+    assert backward_hooks(module) == ([before], [after]) and any_backward_hooks(several)
+    assert not any_backward_hooks(several[:1])
 
 
 def test_a_backward_knows_that_it_runs() -> None:
@@ -1034,6 +1041,7 @@ def _local_part() -> tuple[bool, list[int], bool]:
         whole.shape, whole.stride(), whole.placements, whole.device_mesh, False
     )  # fmt: skip
     assert storage_of(held_of(p)) == storage_of(p.to_local()) and not held_of(p).requires_grad
+    assert each_held([p])[0] is held_of(p)
     p.grad = torch.zeros_like(p)
     p.grad.to_local().detach().add_(1)  # what the job does to reduce parameters without dims
     uneven = DTensor.from_local(
@@ -1186,6 +1194,7 @@ def test_batches_and_outputs_rest_on_which_containers_are_known() -> None:
 def test_values_that_share_memory_are_told_by_their_storage() -> None:
     x, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert storage_of(x) == storage_of(x[1:]) == storage_of(x.detach()) == storage_of(x.data) != storage_of(other)
+    assert storages_of([x, x[1:], other]) == [storage_of(x), storage_of(x), storage_of(other)]
     within: list[int] = []
     torch.vmap(lambda t: (within.append(storage_of(t)), t * 2)[1])(x)
     assert within == [storage_of(x)]

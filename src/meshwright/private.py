@@ -12,9 +12,10 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -137,6 +138,15 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
+def any_backward_hooks(modules: Sequence[nn.Module]) -> bool:
+    """Whether any module has hooks for its backward. Every step asks of all; there is no public way."""
+    global_hooks: bool = nn.modules.module._has_any_global_hook()
+    return global_hooks or any(map(_AFTER, modules)) or any(map(_BEFORE, modules))
+
+
+_AFTER, _BEFORE = attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks")
+
+
 def modules_of(module: nn.Module) -> Iterator[nn.Module]:
     """Each module within a module once, itself first. Faster than ``module.modules()``, which spends most of its time on names;
     for code that runs in every step."""
@@ -217,6 +227,19 @@ def held_of(p: Any) -> Tensor:
     return local
 
 
+def each_held(parameters: Iterable[Any]) -> list[Tensor]:
+    """``held_of`` of each. Every step asks it of all parameters."""
+    return list(map(_HELD, parameters))
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[int]:
+    """``storage_of`` each, outside of transforms of ``torch.func``. Every step asks it of all parameters."""
+    return list(map(_STORAGE, map(Tensor.untyped_storage, tensors)))
+
+
+_HELD, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
+
+
 def has_gradient(t: Tensor) -> bool:
     """Whether a gradient flows through a tensor. Within transforms of ``torch.func`` a tensor knows only of the innermost one,
     and there is no public way to the wrapped tensor."""
@@ -236,6 +259,14 @@ def hooked(p: Tensor) -> bool:
 def unhooked(p: Tensor) -> bool:
     """The negation of ``hooked``, for callers for which function modes are off."""
     return not (p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def any_hooked(parameters: Sequence[Tensor]) -> bool:
+    """Whether any of them has hooks of autograd's, for a moment in which function modes are off. Every step asks of all."""
+    return any(map(_BACKWARD_HOOKS, parameters)) or any(map(_GRADIENT_HOOKS, parameters))
+
+
+_BACKWARD_HOOKS, _GRADIENT_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 def take_backward_hooks(p: Tensor) -> Mapping[int, Callable[[Tensor], Tensor | None]]:
@@ -401,10 +432,13 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "any_backward_hooks",
+    "any_hooked",
     "autocast_is_on",
     "autograd_local",
     "collectives_entered",
     "compiles",
+    "each_held",
     "function_mode_at",
     "function_modes",
     "has_hooks",
@@ -425,6 +459,7 @@ __all__ = [
     "schemas",
     "set_autograd_local",
     "storage_of",
+    "storages_of",
     "timeout_of",
     "unhooked",
     "unset_fake_temporarily",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import meshwright as mw
+from meshwright.runtime.weights.local_part import HandOver, local_part
 
 ROWS, WIDTH = 8, 6
 
@@ -302,3 +305,52 @@ def test_a_hook_that_waits_for_a_gradient_is_an_error_of_the_plan():
 def test_a_hook_on_a_parameter_is_told():
     notes = " ".join(mw.make_recipe(ParameterNorm, "dp_shard=2", sample()).notes)
     assert "layers.{0…3}.weight" in notes and "whole gradient" in notes
+
+
+PEEKED: list[bool] = []
+
+
+class PeeksByValue(Net):
+    """While a backward runs, looks whether a layer that comes later in the forward has its gradient."""
+
+    def between(self, h):
+        if h.requires_grad:
+            h.register_hook(lambda g: PEEKED.append(self.layers[3].weight.grad is not None))
+        return h
+
+
+class PeeksByModule(Net):
+    def begin(self):
+        self.layers[2].register_full_backward_hook(lambda *_: PEEKED.append(self.layers[3].weight.grad is not None))
+
+
+def peeked(model):
+    PEEKED.clear()
+    x = torch.randn(ROWS, WIDTH)
+    job = mw.parallelize(model, {"mesh": {"tp": 2}, "verify": 0}, batch=(x,))
+    for _ in range(4):
+        job.module.zero_grad()
+        job.step((x,))
+    return PEEKED[-4:]
+
+
+@pytest.mark.parametrize("model", [PeeksByValue, PeeksByModule])
+def test_a_hook_finds_the_gradients_that_a_backward_has_made_so_far(model, workers):
+    assert workers.run(peeked, model, ranks=2) == [[True] * 4] * 2
+
+
+def handed_over():
+    """Of two backwards in a row, the parameter's gradient at the end of each, before and after it is handed over."""
+    p = nn.Parameter(distribute_tensor(torch.ones(3), init_device_mesh("cpu", (2,)), [Replicate()]))
+    gradients, seen = HandOver(), []
+    local = local_part(p, gradients)
+    for _ in range(2):
+        with gradients.together():
+            local.sum().backward()
+            seen.append(p.grad is not None and p.grad.to_local().tolist())
+        seen.append(p.grad.to_local().tolist())
+    return seen
+
+
+def test_gradients_are_handed_over_together_and_added_one_by_one(workers):
+    assert workers.run(handed_over, ranks=2) == [[False, [1.0] * 3, [2.0] * 3, [2.0] * 3]] * 2

@@ -152,7 +152,7 @@ job.step({"x": rows})
 """
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=3", "pp=3"])
+@pytest.mark.parametrize("mesh", ["dp_shard=3", pytest.param("pp=3", marks=pytest.mark.proof)])
 def test_a_rank_that_is_killed_in_a_step_is_named_by_the_others(mesh: str, tmp_path: Path) -> None:
     """In a script of a person's own, which nothing watches."""
     commands = [[sys.executable, "-c", KILLED, str(rank), str(tmp_path), mesh] for rank in range(3)]

@@ -77,3 +77,42 @@ def test_what_takes_one_number_of_all_gradients_is_refused_over_stages(workers: 
 def test_gradients_of_a_model_in_one_part_are_not_refused(workers: Any) -> None:
     for told, (plain, over_replicas), _ in workers.run(refusals, {"dp_replicate": 2}, ranks=2):
         assert told == [] and plain == pytest.approx(over_replicas)
+
+
+class OwnNorm(torch.optim.SGD):
+    """Scales all gradients by a norm of its own over all that it was given."""
+
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for g in grads:
+            g.div_(norm)
+        super().step(closure)
+
+
+def recorded(folder: str, mesh: str) -> None:
+    """One step of a script with an optimizer of its own, written down."""
+    torch.manual_seed(0)
+    if not mesh:
+        model: Any = Tower()
+        optimizer = OwnNorm(model.parameters(), lr=0.01)
+        with mw.record(model, folder, optimizer=optimizer) as rec:
+            loss = model(rows())
+            loss.backward()
+            rec.loss(loss, batch=rows())
+            optimizer.step()
+        return
+    job = mw.parallelize(Tower, mesh, batch=rows())
+    optimizer = OwnNorm(job.parameters(), lr=0.01)
+    with mw.record(job, folder, optimizer=optimizer) as rec:
+        rec.loss(job.step(rows()), batch=rows())
+        optimizer.step()
+
+
+def test_a_norm_of_an_optimizer_s_own_over_stages_shows_in_a_recording(workers: Any, tmp_path: Any) -> None:
+    workers.run(recorded, str(tmp_path / "one"), "", ranks=1)
+    for mesh, right in (("pp=2", False), ("tp=2", True)):
+        workers.run(recorded, str(tmp_path / mesh), mesh, ranks=2)
+        verdict = mw.compare_recordings(tmp_path / "one", tmp_path / mesh)
+        assert bool(verdict) is right, str(verdict)
+        assert right or "update" in str(verdict)

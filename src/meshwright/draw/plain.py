@@ -69,8 +69,10 @@ def _value(kind: Any, data: Any) -> Any:
 
 
 def _value_of_union(kinds: Sequence[Any], data: Any) -> Any:
-    """The value of the first type of a union that fits. A dataclass fits if it has the same fields as the data; a named tuple
-    if it has as many."""
+    """The value of the first type of a union that fits.
+
+    A dataclass fits if it has the same fields as the data; a named tuple if it has as many.
+    """
     for kind in kinds:
         if kind is types.NoneType:
             if data is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
 from meshwright.spmd.dispatcher import Dispatcher
-from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.mode import Parts, SpmdMode
 from meshwright.spmd.tensor import GlobalTensor, Spec, local_of, spec_of, wrapping
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -197,42 +197,74 @@ class Binding:
 
     def __init__(self, program: LocalProgram, function: Function, block: nn.Module) -> None:
         self.program, self._function = program, function
-        self._wanted = {number: i for i, number in enumerate(program.wanted())}
-        self._kept = [(_table(block, g.source), g) for g in program.kept]
+        wanted = {number: i for i, number in enumerate(program.wanted())}
+        self._kept = [(*_table(block, g.source), g) for g in program.kept]
         self._index = {g.source: i for i, g in enumerate(program.kept)}
         self._fetch = [self._fetching(source) for _, source in program.inputs]
         self._known: list[_Known | None] = [None] * len(self._kept)  # what each was when it was looked at last
         self._quiet = all(isinstance(m.of, int) or m.of[0] == "result" for m in program.left)
         self._one = self._single()
+        self._make = [self._making(r, wanted) for r in program.results]
+        self._left = [(m, wanted[m.number]) for m in program.left]
+        self._settled: _Settled | None = None
 
     def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
         """What the block returns; ``NotImplemented`` if a parameter is not what it was. Modes are off."""
-        kept, known = [], self._known
-        for i, ((table, name), given) in enumerate(self._kept):
-            p: Any = table.get(name)
-            part = known[i].part(p) if known[i] is not None else None  # type: ignore[union-attr]
-            if part is None:
-                part = p
-                if type(p) is not Tensor and p is not None and (local := view.local(p)) is not None:
-                    part = local
-                if part is None or not _is_so(part, given):
-                    return NotImplemented
-                known[i] = _Known.of(p, part, given) if self._quiet else None
-            kept.append(part)
-        inputs = []
-        for kind, at, move in self._fetch:
-            t = tensors[at] if kind else kept[at]
-            inputs.append((t._mw_local if type(t) is GlobalTensor else t) if not move else moves_of(t)[move][2])
+        parts, settled = view.local, self._settled
+        if settled is not None and settled.holds(parts):
+            kept: Sequence[Tensor] = settled.kept
+            inputs = settled.inputs(tensors)
+        else:
+            looked = self._look(parts)
+            if looked is None:
+                return NotImplemented
+            kept = looked
+            inputs = [self._input(kind, at, move, tensors, kept) for kind, at, move in self._fetch]
+            self._settled = self._settling(parts, kept, inputs)
         outs = self._function(*inputs)
         if self._one is not None:
             return self._one(outs[0])
         return self._results(view, tensors, kept, outs)
+
+    def _look(self, parts: Parts) -> list[Tensor] | None:
+        """Parameters, buffers and attributes as the program takes them; None if one of them is not what it was."""
+        kept, known = [], self._known
+        for i, (table, name, given) in enumerate(self._kept):
+            p: Any = table.get(name)
+            part = known[i].part(p) if known[i] is not None else None  # type: ignore[union-attr]
+            if part is None:
+                part = p
+                if type(p) is not Tensor and p is not None and (local := parts(p)) is not None:
+                    part = local
+                if part is None or not _is_so(part, given):
+                    return None
+                known[i] = _Known.of(p, part, given) if self._quiet else None
+            kept.append(part)
+        return kept
+
+    def _settling(self, parts: Parts, kept: list[Tensor], inputs: list[Any]) -> _Settled | None:
+        """What was found, if it holds until somebody says otherwise."""
+        places = [
+            (table, name, table[name], known, given)
+            for (table, name, given), known in zip(self._kept, self._known, strict=True)
+        ]
+        if parts.settled is None or any(
+            known is None and (type(p) is not Tensor or given.moves) for _, _, p, known, given in places
+        ):
+            return None
+        tables = [(table, name, p) for table, name, p, _, _ in places]
+        others = [(p, given) for _, _, p, known, given in places if known is None]
+        changing = [(i, at, move) for i, (kind, at, move) in enumerate(self._fetch) if kind]
+        return _Settled(parts.settled, tables, others, kept, inputs, changing)
 
     def _fetching(self, source: Source) -> tuple[bool, int, str]:
         if source.kind == "argument" or (source.kind == "move" and isinstance(source.at, int)):
             return True, source.at, source.move
         place = Source(source.at[0], source.at[1:]) if source.kind == "move" else source
         return False, self._index[place], source.move
+
+    def _input(self, kind: bool, at: int, move: str, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Any:
+        return _local(tensors[at] if kind else kept[at], move)
 
     def _single(self) -> Callable[[Tensor], Any] | None:
         """What makes the result, if it is one tensor of its own memory and nothing else is left."""
@@ -251,15 +283,15 @@ class Binding:
         self, view: SpmdMode, tensors: Sequence[Tensor], kept: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> Any:
         memories: dict[int, Memory] = {}
-        made = [self._result(r, tensors, outs, memories) for r in self.program.results]
-        for move in self.program.left:
+        made = [make(tensors, outs, memories) for make in self._make]
+        for move, at in self._left:
             if isinstance(move.of, int):
                 of: Any = tensors[move.of]
             elif move.of[0] == "result":
                 of = made[move.of[1]]
             else:
                 of = kept[self._index[Source(move.of[0], move.of[1:])]]
-            memo = (_written(of), move.grad, outs[self._wanted[move.number]])
+            memo = (_written(of), move.grad, outs[at])
             if type(of) is GlobalTensor:
                 of._mw_memo[move.kind] = memo
             else:
@@ -270,26 +302,80 @@ class Binding:
         leaves = [made[x] if type(x) is int else x.value for x in slots]
         return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
-    def _result(
-        self, result: Result, tensors: Sequence[Tensor], outs: Sequence[Tensor], memories: dict[int, Memory]
-    ) -> Tensor:
-        if result.itself is not None:
-            return tensors[result.itself]
+    def _making(self, result: Result, wanted: Mapping[int, int]) -> Callable[..., Tensor]:
+        """(the tensors of a call, what the function gave, memories by number) → the result."""
+        if (itself := result.itself) is not None:
+            return lambda tensors, outs, memories: tensors[itself]
         assert result.number is not None
-        local = outs[self._wanted[result.number]]
-        if result.known is None:
-            return local
-        made = wrapping(result.known)(local, result.dispatcher)
-        if result.memory is not None:
-            memory = memories.get(result.memory)
+        at, known, dispatcher, number = wanted[result.number], result.known, result.dispatcher, result.memory
+        if known is None:
+            return lambda tensors, outs, memories: outs[at]
+        wrap = wrapping(known)
+        if number is None:
+            return lambda tensors, outs, memories: wrap(outs[at], dispatcher)
+
+        def sharing(tensors: Sequence[Any], outs: Sequence[Tensor], memories: dict[int, Memory]) -> Tensor:
+            memory = memories.get(number)
             if memory is None:
                 memory = Memory()
-                if result.memory < 0:
-                    source: Any = tensors[-1 - result.memory]
+                if number < 0:
+                    source = tensors[-1 - number]
                     memory = source._mw_memory = source._mw_memory or memory
-                memories[result.memory] = memory
-            made._mw_memory = memory
-        return made
+                memories[number] = memory
+            return wrap(outs[at], dispatcher, memory)
+
+        return sharing
+
+
+def _local(t: Any, move: str) -> Any:
+    """What a program takes of a tensor: its local tensor, or what a move made of it."""
+    return moves_of(t)[move][2] if move else local_of(t)
+
+
+class _Settled:
+    """Parameters as they were found, and the inputs that they are: they hold while ``Parts.settled`` does.
+
+    Args:
+        settled: ``Parts.settled``.
+        tables: (a table of a module, a name in it, the parameter that stands there), for each.
+        others: buffers and attributes among them, which are looked at in each call, with what they have to be.
+        kept: their local parts.
+        inputs: of the program.
+        given: (the number of an input, of the argument that it is made of, of which move), for each that is no parameter.
+    """
+
+    __slots__ = ("_given", "_ids", "_inputs", "_others", "_settled", "_tables", "kept")
+
+    def __init__(
+        self,
+        settled: object,
+        tables: list[tuple[dict[str, Any], str, Any]],
+        others: list[tuple[Tensor, Given]],
+        kept: list[Tensor],
+        inputs: list[Any],
+        given: list[tuple[int, int, str]],
+    ) -> None:
+        self._settled, self._tables, self._others, self.kept, self._given = settled, tables, others, kept, given
+        self._ids = frozenset(id(p) for _, _, p in tables)
+        self._inputs = inputs.copy()
+        for i, _, _ in given:
+            self._inputs[i] = None  # else the activations of this call would live on
+
+    def holds(self, parts: Parts) -> bool:
+        """Whether all is as it was, and nothing may have been noted on a part in this forward."""
+        if parts.settled is not self._settled or not self._ids.isdisjoint(parts.touched):
+            return False
+        for table, name, p in self._tables:
+            if table.get(name) is not p:
+                return False
+        return all(_is_so(t, given) for t, given in self._others)
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Of a call, given its tensors."""
+        inputs = self._inputs.copy()
+        for i, at, move in self._given:
+            inputs[i] = _local(tensors[at], move)
+        return inputs
 
 
 @dataclass(frozen=True)

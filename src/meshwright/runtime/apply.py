@@ -230,4 +230,4 @@ def _view(
     if not dispatchers:
         return None
     local = LocalParameters(model, recipe, dispatchers, branching, stand_ins)
-    return SpmdMode(dispatchers[0], local, local.forget, local.renew)
+    return SpmdMode(dispatchers[0], local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from meshwright.private import held_of, hooked, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
-from meshwright.runtime.weights.parameters import StandIns, local_part, places
+from meshwright.runtime.weights.local_part import HandOver, local_part
+from meshwright.runtime.weights.parameters import StandIns, places
 from meshwright.spmd.dispatcher import Dispatcher
+from meshwright.spmd.mode import Parts
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
@@ -65,7 +68,7 @@ class _Part:
     forward: int
 
 
-class LocalParameters:
+class LocalParameters(Parts):
     """Maps a parameter to its local tensor, for the SPMD mode.
 
     FSDP2 replaces Parameter objects while a unit is gathered; each is identified once, by its module and name. During a forward
@@ -75,6 +78,9 @@ class LocalParameters:
         works: submesh → the dispatcher of its tp group.
         stand_ins: id of a parameter's object that the model keeps elsewhere → (the object, the one that modules have in
             its place).
+
+    Attributes:
+        gradients: hands the gradients of local tensors over to the parameters.
     """
 
     def __init__(
@@ -85,6 +91,8 @@ class LocalParameters:
         branching: Branching | None,
         stand_ins: StandIns,
     ) -> None:
+        super().__init__(None)
+        self.gradients = HandOver()
         self._model, self._recipe, self._dispatchers, self._branching = model, recipe, dispatchers, branching
         self._stand_ins, self._half = stand_ins, half_type(recipe)
         self._any_shared = any(len(line.places) > 1 for line in recipe.parameters)
@@ -107,14 +115,21 @@ class LocalParameters:
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
             elif part._mw_silent or part._mw_apart:  # true only in this forward
                 self._parts.pop(key, None)
+                self.unsettle()
             else:
                 part._mw_memo, part._mw_memory = {}, None
         self._used.clear()
+        self.touched.clear()
         self._forward += 1
 
     def renew(self) -> None:
         """Drops all local tensors, after a trial: some properties of them (their dtype) differ in a step."""
         self._parts.clear()
+        self.unsettle()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """See ``Parts``."""
+        return nullcontext() if self.listened else self.gradients.together()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
@@ -130,7 +145,7 @@ class LocalParameters:
                 return cached.part
             if held_of(x) is cached.local and not hooked(x):
                 cached.forward = self._forward
-                self._used.append((key, cached))
+                self._note_use(key, cached)
                 return cached.part
         if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes than tp it is a shard of FSDP2's, which is not gathered
@@ -140,8 +155,15 @@ class LocalParameters:
             part_local.is_leaf and storage_of(part_local) == storage_of(local) and not torch.is_inference_mode_enabled()
         )
         cached = self._parts[key] = _Part(x, local, part, lasts, self._forward)
-        self._used.append((key, cached))
+        self._note_use(key, cached)
+        if lasts:
+            self.unsettle()  # there may have been another part, which lasted
         return part
+
+    def _note_use(self, key: Any, cached: _Part) -> None:
+        """Notes that this forward uses a local tensor."""
+        self._used.append((key, cached))
+        self.touched.add(id(cached.parameter))
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
         """The tensor that a forward sees for a parameter: a global tensor if it is sharded over tp."""
@@ -159,11 +181,11 @@ class LocalParameters:
     def _leaf(self, x: DTensor) -> Tensor:
         """The parameter's local tensor; the same object until its memory, or whether it requires a gradient, changes."""
         if torch.is_inference_mode_enabled() or hooked(x):
-            return local_part(x)
+            return local_part(x, self.gradients)
         state = _state(x)
         leaf = self._leaves.get(id(x))
         if leaf is None or leaf[0] is not x or leaf[1] != state:
-            leaf = self._leaves[id(x)] = x, state, local_part(x)
+            leaf = self._leaves[id(x)] = x, state, local_part(x, self.gradients)
         return leaf[2]
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -132,24 +134,65 @@ def _copy(value: Tensor) -> Tensor:
     return copy
 
 
-def make_whole(module: nn.Module) -> None:
-    """Gathers the global tensors that a forward left on modules (an assigned buffer, a list of statistics) into full tensors on
-    every rank, so that later code finds what it finds on one device, also if it runs on one rank alone. Collective over the
-    ranks that ran the forward."""
-    seen: set[int] = set()
-    candidates = (submodule for submodule in modules_of(module) if not _is_plain(submodule))
-    for holder in (holder for submodule in candidates for holder in _holders_of_module(submodule, seen)):
-        if any(map(_has_global_tensor, _values(holder))):
-            if isinstance(holder, MutableMapping):
-                internal = _INTERNAL if "_parameters" in holder else ()
-                holder.update({k: _full(v) for k, v in holder.items() if k not in internal})
-            elif not isinstance(holder, set):  # a set has no global tensors: they are not hashable
-                for i, value in enumerate(holder):
-                    holder[i] = _full(value)
+class Leftovers:
+    """Global tensors that forwards leave on the modules of a model.
+
+    Most modules have only constants and plain buffers. These are searched again only if one of them got, or lost, a value:
+    after each step their values are compared with those at the last search.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._holders: list[Mapping[str, Any]] = []  # of plain modules: dicts of attributes and buffers
+        self._values_then: list[Any] = []  # the values in these at the last search
+        self._children: list[Mapping[str, Any]] = []
+        self._children_then: list[Mapping[str, Any]] = []
+        self._candidates: list[nn.Module] | None = None
+
+    def make_whole(self) -> None:
+        """Gathers them (an assigned buffer, a list of statistics) into full tensors on every rank, so that later code finds
+        what it finds on one device, also if it runs on one rank alone. Collective over the ranks that ran the forward."""
+        if self._candidates is None or not self._is_unchanged():
+            self._search()
+        seen: set[int] = set()
+        for holder in (
+            holder for submodule in self._candidates or () for holder in _holders_of_module(submodule, seen)
+        ):
+            if any(map(_has_global_tensor, _values(holder))):
+                _make_whole(holder)
+
+    def _search(self) -> None:
+        """Finds the modules that may have global tensors, and notes the values of the others."""
+        modules = list(modules_of(self._model))
+        plain = {id(m) for m in modules if _is_plain(m)}
+        self._candidates = [m for m in modules if id(m) not in plain]
+        others = [m for m in modules if id(m) in plain and not is_scripted(m)]
+        self._holders = [holder for m in others for holder in (vars(m), buffers_in(m))]
+        self._values_then = _all_values(self._holders)
+        self._children = [vars(m)["_modules"] for m in modules]
+        self._children_then = [dict(children) for children in self._children]
+
+    def _is_unchanged(self) -> bool:
+        now = _all_values(self._holders)
+        same = len(now) == len(self._values_then) and all(map(is_, now, self._values_then))
+        return same and self._children == self._children_then
+
+
+def _all_values(holders: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(holder.values() for holder in holders)]
+
+
+def _make_whole(holder: _Holder) -> None:
+    if isinstance(holder, MutableMapping):
+        internal = _INTERNAL if "_parameters" in holder else ()
+        holder.update({k: _full(v) for k, v in holder.items() if k not in internal})
+    elif not isinstance(holder, set):  # a set has no global tensors: they are not hashable
+        for i, value in enumerate(holder):
+            holder[i] = _full(value)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has only constants and plain buffers, as most modules do. A quick check, as it runs after each step."""
+    """Whether a module has only constants and plain buffers, as most modules do. A quick check."""
     if is_scripted(module):
         return True
     attributes = vars(module)

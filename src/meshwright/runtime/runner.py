@@ -13,7 +13,7 @@ from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
 from meshwright.runtime.held import ShardedModel
-from meshwright.runtime.module_state import ModuleState, make_whole
+from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
@@ -61,7 +61,7 @@ class Runner:
         self._frozen = [line.name for line in lines if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
         self.held = ShardedModel(self.module, self.recipe, self.groups)
-        self._placed = Placed(self.module, self.recipe)
+        self._placed, self._leftovers = Placed(self.module, self.recipe), Leftovers(self.module)
 
     @property
     def pipeline(self) -> Executor | None:
@@ -106,7 +106,11 @@ class Runner:
         if self._routed is not None:
             self._routed.begin()
         with self.gradients.of_this_step(pieces.copies):
-            losses = self.executor.run(pieces, begin, watched, backward=True)
+            self.stages.settle(self._placed.same, listened=self._placed.have_backward_hooks())
+            try:
+                losses = self.executor.run(pieces, begin, watched, backward=True)
+            finally:
+                self.stages.settle(None)
             self._sync.finish()
             if self._routed is not None:
                 self._routed.settle()
@@ -152,7 +156,7 @@ class Runner:
         """Gathers global tensors that forwards left on modules, as they would be on one device. Collective, if there are
         any."""
         if self._leaves_global_tensors:
-            make_whole(self.module)
+            self._leftovers.make_whole()
 
     def written(self) -> list[nn.Parameter]:
         """The parameters that a forward may write to."""

@@ -2,11 +2,14 @@
 
 random numbers   ranks that run the same forward draw the same numbers from here on
 switches         whether the modules of all ranks have the same settings (switches.py)
+what is run      whether ranks of a copy of the model run the same method (a step, an evaluation) on rows of the same form; in
+                 steps that compare ranks (guard.py), on the same rows
 notices          whether some rank has a problem, or new hooks; only then all ranks exchange what these are
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +30,13 @@ class Notice(NamedTuple):
         error: what is wrong on this rank; None if nothing is.
         parameters: names of parameters with new hooks.
         modules: names of modules whose hooks were changed since the job was made.
+        form: what is run, on which batch, in words; empty if the batch is wrong.
     """
 
     error: Exception | None
     parameters: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    form: str = ""
 
 
 class StepAgreement:
@@ -44,28 +49,34 @@ class StepAgreement:
 
     def __init__(self, recipe: Recipe, groups: Groups, random: Generators, switches: Switches) -> None:
         self._recipe, self._groups, self._random, self._switches = recipe, groups, random, switches
+        self._different = False  # whether ranks of this copy run different things
         self._differed = 0  # the first step at which generators differed; 0: they never did
 
-    def agree(self, step: int, *, notice: bool) -> bool:
-        """Synchronizes the generators of ranks that run the same forward, and compares the settings of their modules.
-        Collective over the ranks of a copy of the model.
+    def agree(self, step: int, *, form: str, notice: bool) -> bool:
+        """Synchronizes the generators of ranks that run the same forward, and compares what they run, and the settings of
+        their modules. Collective over the ranks of a copy of the model.
 
         Args:
             step: the running one.
+            form: what is run, on which batch, in words: the same on all ranks of a copy.
             notice: whether this rank has something to report.
 
         Returns:
-            Whether a rank of this copy has; or whether hooks differ between ranks that run parts of one forward.
+            Whether a rank of this copy has; or whether ranks run different things; or whether hooks differ between ranks that
+            run parts of one forward.
         """
+        number, self._different = zlib.crc32(form.encode()), False
         mesh, hosts, digests = self._recipe.mesh, self._groups.hosts, self._switches.digests()
         noticed, changed, same, in_step = int(notice), int(self._switches.changed), True, True
         for axis in ("tp", "pp"):
             if mesh.axis_size(axis) == 1:
                 continue
-            # The group takes the maximum of each number; the maximum of a negated digest is the negated minimum.
-            numbers = [noticed, changed, *digests, *(-digest for digest in digests)]
+            # The group takes the maximum of each number; the maximum of a negated number is the negated minimum.
+            numbers = [noticed, changed, number, -number, *digests, *(-digest for digest in digests)]
             agreed, largest = self._random.agree(hosts[axis], torch_too=axis == "tp", told=numbers)
-            noticed, changed, hooks, path, *negated = largest
+            noticed, changed, run, negated_run, hooks, path, *negated = largest
+            self._different |= run != -negated_run
+            noticed = max(noticed, int(self._different))
             in_step &= agreed
             same &= path == -negated[1]
             noticed = max(noticed, int(self._recipe.in_parts and hooks != -negated[0]))
@@ -73,6 +84,11 @@ class StepAgreement:
             self._differed = max(1, step)
         self._switches.agree(same=same, changed=bool(changed))
         return bool(noticed)
+
+    def refuse_different(self, form: str) -> None:
+        """Raises PlanError if ranks of this copy run different things, as they have just told each other. On all of them."""
+        if self._different:
+            raise PlanError([_of_different(f"here {form}")], "this call")
 
     def tell(self, notice: Notice) -> tuple[str, ...]:
         """Exchanges the notices of all ranks. Collective over all ranks.
@@ -83,26 +99,42 @@ class StepAgreement:
         Raises:
             PlanError: something is wrong on some rank; on every rank.
         """
-        notices: list[Any] = [None] * dist.get_world_size()  # (findings, parameters, modules) of each rank
+        notices: list[Any] = [None] * dist.get_world_size()  # (findings, parameters, modules, form) of each rank
         error = notice.error
-        own = None if error is None else _findings(error), notice.parameters, notice.modules
+        own = None if error is None else _findings(error), notice.parameters, notice.modules, notice.form
         dist.all_gather_object(notices, own, group=self._groups.hosts[""])
         if error is not None:
             raise error
         findings = [
             Finding(f"rank {rank}, {f.where}", f.given, f.required, f.fix)
-            for rank, (rank_findings, _, _) in enumerate(notices)
+            for rank, (rank_findings, *_) in enumerate(notices)
             for f in rank_findings or ()
         ]
-        hooked = {name for _, names, _ in notices for name in names}
+        findings += self._of_forms([form for *_, form in notices])
+        hooked = {name for _, names, *_ in notices for name in names}
         if self._recipe.in_parts:
-            all_modules = {name for _, _, names in notices for name in names}
-            findings += _differing("hooks of modules", [names for _, _, names in notices], [all_modules] * len(notices))
+            all_modules = {name for _, _, names, _ in notices for name in names}
+            findings += _differing(
+                "hooks of modules", [names for _, _, names, _ in notices], [all_modules] * len(notices)
+            )
         expected = [{line.name for line in self._recipe.held_by(rank)} & hooked for rank in range(len(notices))]
-        findings += _differing("hooks of parameters", [names for _, names, _ in notices], expected)
+        findings += _differing("hooks of parameters", [names for _, names, *_ in notices], expected)
         if findings:
             raise PlanError(findings, "this step")
         return tuple(line.name for line in self._recipe.parameters if line.name in hooked)
+
+    def _of_forms(self, forms: Sequence[str]) -> list[Finding]:
+        """A finding for the first copy of the model whose ranks run different things, if there is one."""
+        mesh, copies = self._recipe.mesh, dict[int, dict[str, int]]()
+        for rank, form in enumerate(forms):
+            if form:
+                copies.setdefault(mesh.data_index(rank), {}).setdefault(form, rank)
+        texts = (
+            "; ".join(f"rank {rank}: {form}" for form, rank in first_ranks.items())
+            for first_ranks in copies.values()
+            if len(first_ranks) > 1
+        )
+        return [_of_different(text) for text in texts][:1]
 
     @property
     def note(self) -> str:
@@ -120,6 +152,17 @@ def _findings(error: Exception) -> Any:
     if isinstance(error, PlanError):
         return error.findings
     return (Finding("this batch", f"{type(error).__name__}: {error}", "rows that can be run"),)
+
+
+def _of_different(forms: str) -> Finding:
+    """The finding that ranks run different things; ``forms``: what they run, in words."""
+    return Finding(
+        where="what is run",
+        given=forms,
+        required="the same on all ranks of tp and pp, which run one forward together: the data axes alone divide rows",
+        fix="job.batches(...); or a sampler of job.recipe.mesh.data_size shares, of which a rank takes number "
+        "job.recipe.mesh.data_index(job.rank)",
+    )
 
 
 def _differing(where: str, hooked: Sequence[Collection[str]], expected: Sequence[Collection[str]]) -> list[Finding]:

@@ -14,19 +14,23 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.errors import PlanError, ReplicaError, UncutPathError
 from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
+from meshwright.private import without_modes
 from meshwright.runtime.branches import streams
+from meshwright.runtime.checksum import checksum
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.job_end import JobEnd
-from meshwright.runtime.rows.batch import as_given, check_device, plain, versions, with_shared
+from meshwright.runtime.rows.batch import as_given, check_device, plain, spelled_form, tensors_in, versions, with_shared
 from meshwright.runtime.rows.microbatches import Noticed, Pieces, rows_of, write_back
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
+from meshwright.runtime.step_notes import is_plain, listed
 from meshwright.spmd.one_process import one_process
 
 
@@ -73,7 +77,7 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         try:
-            batch, pieces = self._begin(batch)
+            batch, pieces = self._begin(batch, "job.step" if backward else "job.evaluate")
         except BaseException:
             self.count -= backward
             raise
@@ -98,8 +102,11 @@ class Steps:
         runner.switches.note()
         return losses, division.loss(losses, pieces)
 
-    def _begin(self, batch: Any) -> tuple[Any, Pieces]:
+    def _begin(self, batch: Any, method: str) -> tuple[Any, Pieces]:
         """Prepares a step. Collective over all ranks.
+
+        Args:
+            method: the public method that runs it, as errors call it.
 
         Returns:
             (the batch, the microbatches of this rank).
@@ -107,24 +114,33 @@ class Steps:
         Raises:
             PlanError: something is wrong on some rank with the batch, or with the current state of the model. On every rank.
         """
-        runner, problem = self._runner, None
+        runner, problem, form = self._runner, None, ""
         try:
             batch = self._prepared(batch)
+            form = f"{method}({spelled_form(batch)})"
+            if method == "job.step" and self._guard.due(self.count):
+                form += f" with values {self._sum_of(batch)}"
         except Exception as error:  # of whatever type: the other ranks must not wait for this one
             problem = error
             self._end.told(error)
         notice = problem is not None or runner.gradients.has_new_hooks()
-        notice |= self._agreement.agree(self.count, notice=notice)
+        notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
             return batch, self._division.pieces(batch, notice=notice)
         except Noticed:
-            runner.gradients.take_hooks(self._agreement.tell(self._notice(problem)))
+            runner.gradients.take_hooks(self._agreement.tell(self._notice(problem, form)))
         return batch, self._division.pieces(batch)
 
-    def _notice(self, problem: Exception | None) -> Notice:
-        """What this rank reports to the others: a problem, and its new hooks."""
+    def _sum_of(self, batch: Any) -> int:
+        """A hash of the bits of a batch."""
+        with torch.no_grad(), without_modes():
+            sums = [checksum(t) for t in tensors_in(batch) if is_plain(t)]
+            return hash(tuple(listed(sums, self._runner.groups.device)))
+
+    def _notice(self, problem: Exception | None, form: str) -> Notice:
+        """What this rank reports to the others: a problem, its new hooks, and what it runs."""
         try:
-            return Notice(problem, self._runner.gradients.hooked(), self._runner.switches.hooked)
+            return Notice(problem, self._runner.gradients.hooked(), self._runner.switches.hooked, form)
         except PlanError as error:
             return Notice(problem or error)
 
@@ -143,7 +159,9 @@ class Steps:
         self._check_weights()
         with self._end.within(self.number), one_process():
             self._runner.at_rest()
-            self._agreement.agree(self.count, notice=False)
+            form = f"job({spelled_form((args, kwargs))})"
+            self._agreement.agree(self.count, form=form, notice=False)
+            self._agreement.refuse_different(form)
             try:
                 return self._runner.output(args, kwargs)
             finally:

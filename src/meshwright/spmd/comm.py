@@ -92,6 +92,14 @@ class Fallback:
         return f"{self.function} in {self.module or 'the model'} at {self.line}"
 
 
+def _named(name: str, before: str) -> Any:
+    """A collective of one tensor, by its name; torch had them under other names before 2.13, which now warn."""
+    return getattr(dist, name, None) or getattr(dist, before, None)
+
+
+gather_single = _named("all_gather_single", "all_gather_into_tensor")
+scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -125,13 +133,12 @@ class Axis:
         self.name, self.size, self.rank, self.group, self.ledger = name, size, rank, group, ledger
         self.order = ledger.orders[place]
 
-    @locally
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        self._enter("all_reduce", x, x.shape)
-        carried = _carried(x)
-        out = carried.clone(memory_format=torch.contiguous_format)
-        _add_up(out, op, self.group, self.ledger.heard)
-        return _delivered(out, x.dtype)
+        with without_modes():  # asked most of all: without a function around it
+            self._enter("all_reduce", x, x.shape)
+            out = _carried(x).clone(memory_format=torch.contiguous_format)
+            _add_up(out, op, self.group, self.ledger.heard)
+            return _delivered(out, x.dtype)
 
     @locally
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
@@ -139,19 +146,26 @@ class Axis:
         self._enter("all_gather", x, _with_size(x, layout))
         padded = _pad(x, layout.dim, self._widest(layout))
         sent = _flat(padded)
-        received = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(received, sent, group=self.group)
-        chunks = [c.view(x.dtype).reshape(padded.shape) for c in received]
-        return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks)])
+        received = sent.new_empty(self.size * sent.numel())
+        gather_single(received, sent, group=self.group)
+        chunks = received.view(x.dtype).view(self.size, *padded.shape)
+        if layout.dim == 0 and layout.parts == 1 and len(set(layout.locals)) == 1:
+            return chunks.flatten(0, 1)  # they are the whole as they came
+        return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks.unbind())])
 
     @locally
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's summand of the whole tensor → this rank's slice of the sum."""
         self._enter("reduce_scatter", x, x.shape)
-        width = self._widest(layout)
-        chunks = [_pad(layout.take(_carried(x), r), layout.dim, width) for r in range(self.size)]
-        out = torch.empty_like(chunks[0])
-        dist.reduce_scatter(out, chunks, group=self.group)
+        width, carried = self._widest(layout), _carried(x)
+        if layout.dim == 0 and layout.parts == 1 and len(set(layout.locals)) == 1:
+            sent = carried.contiguous()  # the slices of all ranks, one after another
+        else:
+            sent = torch.stack([_pad(layout.take(carried, r), layout.dim, width) for r in range(self.size)]).flatten(
+                0, 1
+            )
+        out = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
+        scatter_single(out, sent, group=self.group)
         return _delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype)
 
     @locally

@@ -7,7 +7,7 @@ meta tensor) and no global tensor. The parameter is replaced by its local part. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.dispatcher import Dispatcher, whole
 from meshwright.spmd.signature import read
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
-from meshwright.spmd.torch_functions import FACTS, OF_ITSELF, SET_DATA
+from meshwright.spmd.torch_functions import CHANGES_GRADIENT, FACTS, OF_ITSELF, SET_DATA
 
 # Types of arguments that are neither global tensors nor parameters.
 _PLAIN = frozenset(
@@ -52,8 +52,50 @@ _PLAIN = frozenset(
     ]
 )
 _PLAIN_OR_GLOBAL = _PLAIN | {GlobalTensor}
+_NO_PARAMETER = frozenset([Tensor, GlobalTensor])
 
 SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
+
+
+class Parts:
+    """A parameter → its local part: a global tensor, or a plain tensor where it is whole; None for other tensors.
+
+    Attributes:
+        settled: the same object for as long as parameters, and their parts, are the same; None if nobody has looked.
+        touched: identities of the parameters of which parts were asked for in this forward: something may be noted on these.
+        listened: whether somebody may look at the gradients of parameters while a backward runs.
+    """
+
+    def __init__(self, part: Callable[[Tensor], Tensor | None] | None) -> None:
+        self._given, self.touched = part, set[int]()
+        self.settled: object | None = None
+        self.listened = True
+        self._same: object | None = None
+        self._settled = object()
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        return None if self._given is None else self._given(x)
+
+    def forget(self) -> None:
+        """A forward is over."""
+
+    def renew(self) -> None:
+        """A trial is over: local parts that were looked at in its types are made anew."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """For the time of a backward of a step."""
+        return nullcontext()
+
+    def settle(self, same: object | None, *, listened: bool = True) -> None:
+        """Somebody has looked at all parameters. ``same``: the same object as before if they are; None: nothing is known."""
+        self.listened = listened or same is None
+        if same is not None and same is not self._same:
+            self._same, self._settled = same, object()
+        self.settled = None if same is None else self._settled
+
+    def unsettle(self) -> None:
+        """A part, or a parameter, is not what it was."""
+        self._settled, self.settled = object(), None
 
 
 class GlobalTensorMode(FunctionMode):
@@ -62,20 +104,16 @@ class GlobalTensorMode(FunctionMode):
 
     Args:
         dispatcher: answers calls without a global tensor; a call with one is answered by the dispatcher of that tensor.
-        local: a parameter → its local part (a global tensor, or a plain tensor if it is whole); another tensor → None.
-        forget: called when the mode ends.
-        renew: called after a trial, to make local parts anew that have the trial's dtypes.
+        local: a parameter → its local part; another tensor → None.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
-        local: Callable[[Tensor], Tensor | None],
-        forget: Callable[[], None] = lambda: None,
-        renew: Callable[[], None] = lambda: None,
+        local: Parts | Callable[[Tensor], Tensor | None],
     ) -> None:
         super().__init__()
-        self.dispatcher, self.local, self._forget, self.renew = dispatcher, local, forget, renew
+        self.dispatcher, self.local = dispatcher, local if isinstance(local, Parts) else Parts(local)
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call with a global tensor of ``dispatcher``."""
@@ -199,7 +237,7 @@ class GlobalTensorMode(FunctionMode):
             ):
                 yield
         finally:
-            self._forget()
+            self.local.forget()
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a scripted function: it takes and returns whole tensors."""
@@ -241,6 +279,10 @@ class SpmdMode(GlobalTensorMode):
         if kwargs is None:
             kwargs = {}
         if func in SPECIAL or transforming():
+            if func in CHANGES_GRADIENT:
+                self.local.listened = True
+                if type(args[0]) not in _NO_PARAMETER:
+                    self.local.unsettle()
             return self._special(func, args, kwargs)
         ours, parts, tensors = read(func, args, kwargs, self.local)
         if ours is not None:

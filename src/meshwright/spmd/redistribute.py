@@ -36,7 +36,12 @@ class Move(Function):
 
     If one device gives no gradient (a function of the model's own may give none), every rank gives none: none is not made
     zeros, which an optimizer would decay weights by.
+
+    Attributes:
+        still: whether what it gives is, on every rank, what it is given.
     """
+
+    still = False
 
     @staticmethod
     def compute(x: Tensor, axis: Axis, *options: Any) -> Tensor:
@@ -62,6 +67,11 @@ def _move(kind: type[Move]) -> type[Move]:
         back, options = kind.conjugate(*ctx.options)
         if torch.is_grad_enabled():  # what is differentiated again is a part of the graph
             return (back.apply(g, ctx.axis, *options), *nothing)
+        if back.still:
+            return (
+                g,
+                *nothing,
+            )  # itself: autograd copies a gradient that others have too, and a view hides that they do
         with without_modes():
             return (back.compute(g, ctx.axis, *options), *nothing)
 
@@ -71,6 +81,8 @@ def _move(kind: type[Move]) -> type[Move]:
 
 @_move
 class CopyIn(Move):
+    still = True
+
     @staticmethod
     def compute(x: Tensor, axis: Axis, wide: bool = False) -> Tensor:
         return x.detach()  # not a view of x, which x, that remembers it, would keep alive for ever; versions are shared
@@ -165,6 +177,8 @@ class KeepFirst(Move):
 @_move
 class Release(Move):
     """The gradient of ``KeepFirst``: nothing moves, and its own gradient is kept again."""
+
+    still = True
 
     @staticmethod
     def compute(x: Tensor, axis: Axis) -> Tensor:

@@ -228,6 +228,10 @@ _OF_MEMORY = _methods("stride is_contiguous storage_offset data_ptr untyped_stor
 
 # They wait for the gradient of a tensor: the sum over all its uses.
 LISTENING = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
+# What changes whether a tensor has a gradient, or what is done with that.
+CHANGES_GRADIENT = _methods("register_hook register_post_accumulate_grad_hook requires_grad_") | _setters(
+    "requires_grad"
+)
 # Facts of autograd, and calls that control it: they compute no values.
 _OF_AUTOGRAD = _methods("register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad backward") | (
     _getters("requires_grad grad grad_fn is_leaf _version output_nr") | _setters("requires_grad grad")

@@ -117,8 +117,18 @@ class Stages:
             if self.branching is not None:
                 stack.enter_context(self.branching.in_trial())
             if self._view is not None:
-                stack.callback(self._view.renew)
+                stack.callback(self._view.local.renew)
             yield
+
+    def settle(self, same: object | None, *, listened: bool = True) -> None:
+        """All parameters were looked at: ``same`` is the same object as before if they are; None: they may change unseen.
+        ``listened``: whether hooks of modules may look at their gradients in a backward."""
+        if self._view is not None:
+            self._view.local.settle(same, listened=listened)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """What is on during a backward, within ``view``."""
+        return nullcontext() if self._view is None else self._view.local.backward()
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks as text, for errors."""

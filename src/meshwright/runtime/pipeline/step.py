@@ -300,7 +300,8 @@ class Step:
         # Recompute in a checkpoint of the model may write to attributes of modules. As on one device, that counts once a step.
         state = self._state_after_first.get(action.stage) if action.microbatch else None
         if roots:
-            with state.restored() if state else nullcontext(), flight.later or nullcontext(), self._stages.view():
+            stages, restored = self._stages, state.restored() if state else nullcontext()
+            with restored, flight.later or nullcontext(), stages.view(), stages.backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.back = {

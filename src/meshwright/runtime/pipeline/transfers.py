@@ -1,7 +1,14 @@
 """``Transfers``: sends and receives between the stages of different ranks in one step.
 
-Each rank sends whole values to the rank of the other stage that has the same coordinates on all other axes. No action waits for
-a send. A receive fills buffers while other actions run; an action waits for the receives that it needs.
+Each rank sends values to the rank of the other stage that has the same coordinates on all other axes. No action waits for a
+send. A receive fills buffers while other actions run; an action waits for the receives that it needs.
+
+All ranks of a tp group have the same full values. Of a large one each sends its slice, and the ranks that receive gather the
+slices over tp. So it is sent once, and not once by each of them (Narayanan et al., arXiv 2104.04473, section 4.1).
+
+    rank 0 ─ bytes 0 … n/2 ─► rank 2 ┐
+                                     ├ all-gather over tp: both have the value
+    rank 1 ─ bytes n/2 … n ─► rank 3 ┘
 """
 
 from __future__ import annotations
@@ -22,8 +29,12 @@ from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.program import Program
 from meshwright.schedule import TRANSFERS, Action
+from meshwright.spmd.comm import gather_single
 from meshwright.watch.timer import CommunicationTimer
 
+LARGE = (
+    1 << 20
+)  # bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
 _WHICH = -1  # in place of the number of a value: a message that says which gradients exist
 
 
@@ -42,6 +53,20 @@ class Traffic:
     sends: int = 0
     bytes: int = 0
     awaited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A value on its way.
+
+    Attributes:
+        value: what it will be; ``part``: the bytes that come to this rank, of all or of a slice.
+    """
+
+    number: int
+    value: Tensor
+    part: Tensor
+    work: Any
 
 
 class Transfers:
@@ -68,9 +93,13 @@ class Transfers:
     ) -> None:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
         self._host_group = groups.hosts.get("pp")  # None: there are no other stages
+        # Submeshes of branches have values on some ranks of tp only.
+        self._sharers = groups.mesh.axis_size("tp") if len(groups.meshes) == 1 else 1
+        self._tp = groups.tp if self._sharers > 1 else None
+        self._tp_rank = groups.tp_rank
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
         self._timeout = None if self._host_group is None else timeout_of(self._host_group)
-        self._arriving: dict[Action, list[tuple[int, Tensor, Any]]] = {}
+        self._arriving: dict[Action, list[_Arriving]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
     def begin(self, action: Action) -> None:
@@ -136,11 +165,17 @@ class Transfers:
         """Begins to send tensors to another stage, and releases those of earlier sends that have ended."""
         target = self._stage_rank[action.other or 0]
         for t in tensors:
-            t = as_bytes(t)
+            t = self._own_slice(as_bytes(t))
             self._sent.append((dist.isend(t, group=self._group_for(t), group_dst=target), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
         self._sent = [(work, tensor) for work, tensor in self._sent if not is_done(work)]
+
+    def _own_slice(self, t: Tensor) -> Tensor:
+        """The bytes of a value that this rank sends, or receives, for its tp group."""
+        if self._sharers == 1 or t.numel() < LARGE or t.numel() % self._sharers:
+            return t
+        return t.chunk(self._sharers)[self._tp_rank]
 
     def _send_values(self, action: Action, flight: Flight) -> None:
         """Sends this stage's outputs. Raises PathError if one has another shape or dtype than was recorded."""
@@ -186,21 +221,27 @@ class Transfers:
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
             exists = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
             buffers.insert(0, (_WHICH, exists))
-        self._arriving[action] = [
-            (n, buffer, dist.irecv(as_bytes(buffer), group=self._group_for(buffer), group_src=source))
-            for n, buffer in buffers
-        ]
+        self._arriving[action] = [self._begin_receiving(n, buffer, source) for n, buffer in buffers]
 
-    def _received(self, arriving: list[tuple[int, Tensor, Any]]) -> list[tuple[int, Tensor]]:
+    def _begin_receiving(self, number: int, value: Tensor, source: int) -> _Arriving:
+        """Begins to receive a value, or this rank's slice of it."""
+        buffer = as_bytes(value)
+        own = self._own_slice(buffer)
+        part = buffer if own is buffer else torch.empty_like(own)
+        return _Arriving(number, value, part, dist.irecv(part, group=self._group_for(value), group_src=source))
+
+    def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
         """Waits for the buffers of a receive. Returns (number, tensor) of the values, or of the gradients that exist.
 
         The watchdog knows this function by its name (``watch/location.py``).
         """
         tensors = []
-        for n, buffer, work in arriving:
+        for a in arriving:
             with self._traffic.waiting.on():
-                self._wait(work, buffer)
-            tensors.append((n, buffer))
+                self._wait(a.work, a.part)
+                if a.part.numel() < (full := as_bytes(a.value)).numel():
+                    gather_single(full, a.part, group=self._tp)
+            tensors.append((a.number, a.value))
         if tensors and tensors[0][0] == _WHICH:
             exists = tensors.pop(0)[1].tolist()
             tensors = [tensor for tensor, does_exist in zip(tensors, exists, strict=True) if does_exist]

@@ -62,6 +62,16 @@ def form_of(batch: Any) -> Hashable:
     return str(spec), tuple(facts)
 
 
+def spelled_form(batch: Any) -> str:
+    """The names, types and shapes of a batch's tensors, in words."""
+    named = zip(names_in(batch), tensors_in(batch), strict=True)
+    return ", ".join(f"{name}: {str(t.dtype).removeprefix('torch.')} {_shape(t)}" for name, t in named)
+
+
+def _shape(t: Tensor) -> str:
+    return "nested" if t.is_nested else str(tuple(t.shape))
+
+
 def _constant(x: Any) -> Any:
     """A constant itself; the type of anything else."""
     return x if isinstance(x, (str, bool, int, type(None))) else type(x)

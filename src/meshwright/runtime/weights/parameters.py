@@ -17,10 +17,9 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.layout import Shard
-from meshwright.private import held_of, hooked, replace_tensors, without_modes, wrapping
+from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
 from meshwright.runtime.groups import Groups
-from meshwright.spmd.comm import locally
 
 Values = Callable[[ParameterRecipe], Tensor]
 Allocated = Callable[[Tensor, torch.device], Tensor]
@@ -55,6 +54,12 @@ class Standing:
         module, key = self._at[name]
         p: nn.Parameter = getattr(module, key)
         return p
+
+    def each(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """Those of some names, in this order. Every step asks, so they are looked up in the tables of modules."""
+        at = map(self._at.__getitem__, names)
+        found = ((module._parameters.get(key), module, key) for module, key in at)
+        return [getattr(module, key) if p is None else p for p, module, key in found]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
@@ -160,66 +165,6 @@ def zero_gradient(p: Tensor) -> Tensor:
     """A gradient of zeros of a parameter, of the type that its gradients have: another than its own, if FSDP2 or whoever made
     it said so (``Tensor.grad_dtype``, which torch has from 2.13 on at the latest)."""
     return torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
-
-
-@locally
-def local_part(p: DTensor) -> Tensor:
-    """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
-
-    Gradients add up there as for any parameter (one that others have too, of ``a + b`` both, is copied), and are handed to
-    ``p`` as DTensors of its own shape and strides, when a backward has added to them. Made once; a parameter with hooks of
-    its own, which a leaf would go round, is part of the graph itself.
-    """
-    with torch.no_grad():
-        local = p.to_local().detach()  # detached: the model may write to it and go on with it
-    if not p.requires_grad:
-        return local
-    if hooked(p):
-        return _LocalPart.apply(p)
-    local.requires_grad_()
-    local.register_post_accumulate_grad_hook(_handing_over(p))
-    return local
-
-
-def _handing_over(p: DTensor) -> Callable[[Tensor], None]:
-    """What makes the gradient of a local part the parameter's, or adds it. Every gradient of every step passes here."""
-    wrapped = wrapping(p)
-
-    def hand_over(local: Tensor) -> None:
-        with without_modes():  # in a backward the SPMD mode is on, and would look at every function
-            g = local.grad
-            if g is None:
-                return  # a function took the parameter, and gave no gradient by it
-            local.grad = None
-            if (kind := getattr(p, "grad_dtype", None)) is not None and kind != g.dtype:
-                g = g.to(kind)  # as autograd does, where FSDP2 has a parameter add up in another type
-            before: Any = p.grad
-            if before is None:
-                p.grad = like(p, g) if g.requires_grad or g.dtype != p.dtype else wrapped(g.contiguous())
-            elif torch.is_grad_enabled():
-                p.grad = like(p, local_tensor(before) + g)
-            else:
-                held_of(before).add_(g)
-
-    return hand_over
-
-
-class _LocalPart(torch.autograd.Function):
-    """A parameter's local tensor, as a function of the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, p: DTensor) -> Tensor:
-        ctx.parameter = p
-        ctx.set_materialize_grads(False)  # none stays none
-        return p.to_local().detach()
-
-    @staticmethod
-    @locally
-    def backward(ctx: Any, g: Tensor | None) -> Any:
-        if g is None:
-            return None
-        # Its own: autograd copies a gradient that others have too, but does not see through a DTensor that it is one.
-        return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
 def like(p: DTensor, local: Tensor) -> DTensor:

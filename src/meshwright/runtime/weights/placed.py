@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Finding, Findings
-from meshwright.private import held_of, storage_of
+from meshwright.private import any_backward_hooks, each_held, held_of, storage_of, storages_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import places
@@ -27,10 +27,15 @@ class Placed:
 
     Args:
         model: with its parameters laid out, at rest.
+
+    Attributes:
+        same: the same object for as long as the parameters are the same, what this rank holds of each is, and whether each
+            is trained: what was looked up of them still holds. None where FSDP2 puts others in their place during a forward.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self._model, self._recipe, self._by_fsdp = model, recipe, needs_fsdp(recipe)
+        self.same: object | None = None
         self._note()
 
     def _note(self) -> None:
@@ -43,8 +48,14 @@ class Placed:
         self._tables = [m._parameters for m in modules]
         self._tables_then = _contents(self._tables)
         every = {id(p): p for table in self._tables for p in table.values() if p is not None}
-        self._storages = [(p, storage_of(p)) for p in every.values() if isinstance(p, DTensor)]
+        self._dtensors = [p for p in every.values() if isinstance(p, DTensor)]
+        self._storages = storages_of(self._dtensors)
         self._known, self._at = every, {id(table): dict(table) for table in self._tables}
+        self._note_held()
+
+    def _note_held(self) -> None:
+        self._held_then, self._trains = each_held(self._dtensors), [*map(_TRAINS, self._dtensors)]
+        self.same = None if self._by_fsdp else object()
 
     def check(self) -> None:
         """Raises PlanError with every parameter that was replaced since, and every module that got another class or forward.
@@ -54,11 +65,14 @@ class Placed:
             same
             and [*map(type, self._each)] == self._classes
             and all(map(is_, self._forwards_now(), self._forwards))
-            and all(storage_of(p) == storage for p, storage in self._storages)
+            and storages_of(self._dtensors) == self._storages
         ):
+            if self.same is not None and not self._holds_the_same():
+                self._note_held()
             return
         findings = Findings("this step")
-        moved = {id(p) for p, storage in self._storages if storage_of(p) != storage}
+        then = zip(self._dtensors, self._storages, strict=True)
+        moved = {id(p) for p, storage in then if storage_of(p) != storage}
         for name, module, key, p in places(self._model):
             before = self._at.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
@@ -77,6 +91,14 @@ class Placed:
     def _forwards_now(self) -> list[object]:
         """What stands on each module in place of its class's forward, of a model in parts."""
         return [vars(m).get("forward") for m in self._each] if self._recipe.in_parts else []
+
+    def have_backward_hooks(self) -> bool:
+        """Whether modules have hooks that run in a backward."""
+        return any_backward_hooks(self._each)
+
+    def _holds_the_same(self) -> bool:
+        held = map(is_, each_held(self._dtensors), self._held_then)
+        return all(held) and [*map(_TRAINS, self._dtensors)] == self._trains
 
     def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
         line = self._recipe.by_name.get(name)
@@ -103,6 +125,9 @@ class Placed:
             required="the job's own, which is what is sharded and trained",
             fix="with torch.no_grad(): p.copy_(...); or job.module.load_state_dict(...)",
         )
+
+
+_TRAINS = attrgetter("requires_grad")
 
 
 def _of_another_class(name: str, before: type, now: type) -> Finding:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.names import few
-from meshwright.private import awaits_gradient, hooked, take_backward_hooks, unhooked, without_modes
+from meshwright.private import any_hooked, awaits_gradient, hooked, take_backward_hooks, without_modes
 from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_on_every_rank
@@ -62,7 +62,7 @@ class StepGradients:
         """Whether parameters of this rank have got hooks. Nobody calls them if FSDP2 takes a parameter's place; else they
         would get gradients of some rows."""
         with without_modes():
-            return not all(unhooked(self._standing[name]) for name in self._held)
+            return any_hooked(self._standing.each(self._held))
 
     def hooked(self) -> tuple[str, ...]:
         """The parameters that have got hooks, of other ranks too.
