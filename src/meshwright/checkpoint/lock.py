@@ -34,9 +34,8 @@ LOCK = ".lock"
 PATIENCE = 60.0  # seconds to wait for a living holder, and to watch the count of one that may be dead: twelve counts
 _BEAT = 5.0  # seconds from one count to the next: rare, as each is a synchronous write
 _LOOK = 0.2  # seconds between two looks at a lock of another process
-_MOMENT = (
-    5.0  # seconds that a release waits for a process that has locked the file to look at it, which takes milliseconds
-)
+# seconds that a release waits for a process that has locked the file to look at it, which takes milliseconds
+_MOMENT = 5.0
 
 
 @dataclass(frozen=True)

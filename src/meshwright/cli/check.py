@@ -20,6 +20,10 @@ from meshwright.cli.options import (
 from meshwright.cli.request import Request
 from meshwright.draw.console import console
 
+_LENGTH = 16  # tokens of a row if --seq is absent: few, and usual sizes of tp divide it
+_ROWS_OF_PIECE = 2  # rows of each microbatch, as a wrong mean over rows is not seen with one
+_FEWEST_ROWS = 4  # rows of the batch in all: so many also if the plan does not divide it
+
 
 def check(
     target: TargetArgument,
@@ -40,7 +44,7 @@ def check(
     """
     with processes.reported_errors():
         request = Request(target, mesh, plan, set_, loss, seq, ranks, device)
-        inputs = Inputs.read(request, length=16, rows=lambda pieces: max(2 * pieces, 4))
+        inputs = Inputs.read(request, length=_LENGTH, rows=lambda pieces: max(_ROWS_OF_PIECE * pieces, _FEWEST_ROWS))
         processes.print_search_notes(inputs)
         from meshwright.parity import check as compare
 

@@ -32,6 +32,8 @@ _RECENT = 10  # last steps, whose mean duration estimates the remaining time
 _LOSSES = 40  # last losses, which the curve shows: one character each
 _ONE_BY_ONE = 8  # most ranks that get a line of memory each; with more, only the least and the most are shown
 _CELLS = 12  # characters of the longest memory bar
+_BAR = 32  # characters of the bar of steps
+_REFRESHES = 4  # of the panel in a second: clocks count smoothly, and a terminal over ssh keeps up
 _LINES = 10  # lines in a whole run, if there is no panel: about one for each tenth of the steps
 
 
@@ -54,7 +56,7 @@ class Live:
 
     def __enter__(self) -> Live:
         if self.shown and self.console.is_terminal:
-            self._panel = RichLive(get_renderable=self.drawn, console=self.console, refresh_per_second=4)
+            self._panel = RichLive(get_renderable=self.drawn, console=self.console, refresh_per_second=_REFRESHES)
             self._panel.start()
         return self
 
@@ -108,7 +110,7 @@ class Live:
         elapsed = clock(time.monotonic() - self._started)
         done = step.step if step is not None else 0
         to_go = f", {clock(self.seconds_left)} to go" if step is not None and done < self.steps else ""
-        bar.add_row(ProgressBar(self.steps, done, width=32), f"{done}/{self.steps}", f"{elapsed}{to_go}")
+        bar.add_row(ProgressBar(self.steps, done, width=_BAR), f"{done}/{self.steps}", f"{elapsed}{to_go}")
         body: list[RenderableType] = [bar]
         if step is None:
             body.append(Text("starting", style="dim"))

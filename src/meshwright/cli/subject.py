@@ -20,9 +20,8 @@ from meshwright.target import HF, Target, with_rows
 if TYPE_CHECKING:  # hardware is read by the commands that need it
     from meshwright.hardware.profile import Profile
 
-_MOST_PROCESSES = (
-    8  # that --measure starts on any machine; they share the cores, so time is no longer like the profile's
-)
+# that --measure starts on any machine; they share the cores, so time is no longer like the profile's
+_MOST_PROCESSES = 8
 _PROCESSES_PER_CORE = 4  # that --measure starts at most, for the same reason
 _DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
 _DEFAULT_ROWS = 8  # least number of rows in a step if --global-batch is absent, as in ``train``

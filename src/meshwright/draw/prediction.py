@@ -131,11 +131,8 @@ def _memory(prediction: Prediction) -> Table:
     capacity = f"of {size_text(prediction.capacity)}" if prediction.capacity else ""
     table = _table(("role", "ranks"), ("peak", "at", "on a device"), (capacity,))
     names, ranks, *_, verdicts = table.columns
-    names.no_wrap, verdicts.no_wrap, ranks.min_width = (
-        True,
-        False,
-        len("ranks"),
-    )  # a narrow terminal breaks only verdicts
+    # A narrow terminal breaks only verdicts.
+    names.no_wrap, verdicts.no_wrap, ranks.min_width = True, False, len("ranks")
     for role in prediction.roles[:_MOST]:
         memory = prediction.memories[role.rank]
         low, high = prediction.device_bytes(role.rank)

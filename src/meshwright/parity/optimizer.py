@@ -10,9 +10,8 @@ from torch import Tensor
 from meshwright.runtime.job import Job
 from meshwright.runtime.weights.parameters import local_tensor
 
-MAX_NORM = (
-    1.0  # both sides clip gradients to this norm; most models' gradients are larger, so that clipping has an effect
-)
+# both sides clip gradients to this norm; most models' gradients are larger, so that clipping has an effect
+MAX_NORM = 1.0
 _LR, _MOMENTUM = 0.1, 0.9  # large, so that a wrong gradient shows in the parameters after three steps
 
 

@@ -32,6 +32,7 @@ from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import called
 
 MARGIN = 5.0  # largest error in units of the noise, which is the maximum of few repeats and so varies by a small factor
+_MOVE = 1 / 4  # units in the last place by which starting weights move: as much as rounding them once, on average
 _REPEATS = 3  # of the reference: more would take longer, and hardly change the maximum
 HINT = (
     "the job is right in float64: a value that has another type than on one device, or a sum that is rounded too early"
@@ -98,7 +99,7 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     """Trains with parameters in float32, and forward and backward in ``dtype``. ``repeat``: 0, or the seed of a small move."""
     model, low = model_of(case), model_of(case)
     start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    moves = [1 + torch.finfo(dtype).eps / 4 * _noise(p, repeat) for p in model.parameters() if p.requires_grad]
+    moves = [1 + torch.finfo(dtype).eps * _MOVE * _noise(p, repeat) for p in model.parameters() if p.requires_grad]
     replace_tensors(low, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
     pairs = [(p, q) for p, q in zip(model.parameters(), low.parameters(), strict=True) if p.requires_grad]
     batches = (mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in case.batches())

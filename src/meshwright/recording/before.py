@@ -79,6 +79,7 @@ def wrong_settings(one: StepFacts, many: StepFacts) -> Iterator[Wrong]:
 
 
 _LOSS_SHARE = 10  # the loss is compared this much more sharply than gradients: a mean has smaller rounding errors
+_SAME_SETTING = 1e-6  # relative difference of equal settings of an optimizer: one may have been a float32 once
 _SMALL_LOSS = 1e-3  # below it, the loss is compared on this scale, since a loss may be zero
 
 
@@ -105,5 +106,5 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float | int):
-        return abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+        return abs(a - b) <= _SAME_SETTING * max(abs(a), abs(b))
     return bool(a == b)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.names import few, fold_names
-from meshwright.recording.alike import Tolerance, largest, tolerance_of, wide
+from meshwright.recording.alike import FIT, Tolerance, largest, tolerance_of, wide
 from meshwright.recording.folder import Recorded, Seen
 from meshwright.recording.joined import Joined, joined
 from meshwright.recording.pairs import Pair
@@ -62,7 +62,7 @@ def judge_weights(pair: Pair) -> Judged:
         one, many = pair.seen("start", name)
         expected = _value(one)
         if expected is not None and many:
-            judged.add(pair, name, joined(many, expected, Tolerance(_EXACT, 0.0, 0.02), pair.sizes))
+            judged.add(pair, name, joined(many, expected, Tolerance(_EXACT, 0.0, FIT), pair.sizes))
     return judged
 
 

@@ -1,11 +1,11 @@
-"""The one visible order in which a recipe becomes a job.
+"""``apply``: turns a recipe into a job, in this order:
 
-1  build on meta         deferred:    no rank holds the whole model
-2  cut                   runtime/weights/parameters.py: tensor parallelism's DTensors
-3  module calls          calls/hook.py: recompute, the sequence, and which part of a forward is this rank's
-4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then the root
-5  allocate and fill     runtime/weights/parameters.py: each parameter's own slice of its one-device value
-6  view                  the model's forward sees whole tensors
+1  build on meta         deferred: no rank allocates the full model
+2  cut                   runtime/weights/parameters.py: DTensors of tensor parallelism
+3  wrap module calls     calls/hook.py: activation checkpointing, sequence parallelism, this rank's part of a forward
+4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then on the root
+5  allocate and fill     runtime/weights/parameters.py: each rank fills its slices of the one-device values
+6  view                  the SPMD mode, under which the model's forward sees full tensors
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ def apply(
     transform: Transform | None = None,
     rehearsed: Allocated | None = None,
 ) -> Job:
-    """The job of a recipe. Collective over all ranks.
+    """Turns a recipe into a job. Collective over all ranks.
 
     Args:
-        replanner: plans forwards again, for batches of other shapes than the sample's.
-        dtype: what every floating parameter and buffer is cast to after it is initialised.
-        transform: (name, whole value) → another value, for tests that want other values than fresh ones.
-        rehearsed: gives what this rank holds memory, if the job is rehearsed without values: then nothing is filled.
+        build: returns the model.
+        loss: computes the loss from the model's output.
+        replanner: traces forwards again, for batches of other shapes than the sample.
+        dtype: every floating-point parameter and buffer is cast to it after initialization.
+        transform: (name, full value) → another value, for tests that want other values than fresh ones.
+        rehearsed: allocates this rank's tensors, if the job is rehearsed without values; then nothing is filled.
     """
     recorded = _recorded(build, recipe, filled=rehearsed is None)
     model = recorded.module
@@ -96,7 +98,7 @@ def apply(
     stand_ins = put_back(model, objects)
     give_attributes(model, attributes)
     keep_attributes(model, attributes)
-    # Ranks of one tp group draw the same numbers, which the view then takes slices of.
+    # Ranks of one tp group draw the same numbers; the SPMD mode takes slices of them.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
     view = _view(model, recipe, dispatchers, branching, stand_ins)
@@ -111,10 +113,10 @@ def apply(
 
 
 def _recorded(build: Build, recipe: Recipe, *, filled: bool) -> Recorded:
-    """The model, without memory for its parameters; ``filled``: they get values, which are drawn if no file brings them."""
+    """The model on meta. Initialization is recorded, if values are needed (``filled``) that no file has."""
     with one_process():
         recorded = record(build, seed=recipe.seed, draw=filled and recipe.weights == DRAWN)
-        if filled and recipe.weights != DRAWN and recorded.by_chance:  # what no file brings is drawn
+        if filled and recipe.weights != DRAWN and recorded.by_chance:  # random values that no file has
             recorded = record(build, seed=recipe.seed)
     return recorded
 
@@ -124,7 +126,7 @@ def _local_programs(model: nn.Module, recipe: Recipe) -> LocalPrograms:
 
 
 def _label_counter(stages: Stages, replanner: Replanner) -> LabelCounter | None:
-    """What counts labels, if a batch is divided."""
+    """Counts the labels of batches; None if batches are not divided."""
     divided = stages.recipe.mesh.data_size * stages.recipe.microbatches > 1
     return LabelCounter(replanner.record, stages.model, stages.modes) if divided else None
 
@@ -170,21 +172,21 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
 
 
 def _streams(recipe: Recipe, groups: Groups) -> Streams | None:
-    """What runs blocks at the same time on this rank: only blocks without collectives, whose order is the same on all ranks
-    because one thread, or one stream, makes it."""
+    """The streams that run blocks of this rank at the same time. Only blocks without collectives: these must be in the
+    same order on all ranks, which only a single stream ensures."""
     if not recipe.streams or collectives_within(recipe):
         return None
     return Streams(1 + max(recipe.streams.values()), groups.device)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating parameters and buffers, and complex ones to the complex type of as many digits (``Module.to`` would make
-    them real); integer ones stay."""
+    """Casts floating-point parameters and buffers; complex ones to the complex dtype of the same precision (``Module.to`` would
+    make them real). Integer ones stay."""
     replace_tensors(model, lambda t: t.to(cast_type(t.dtype, dtype)))
 
 
 def cast_type(of: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor of a type is cast to, if floating ones are cast to ``dtype``."""
+    """The dtype that a tensor of dtype ``of`` is cast to, if floating-point ones are cast to ``dtype``."""
     if of.is_complex:
         return dtype.to_complex() if dtype.itemsize >= 4 else of
     return dtype if of.is_floating_point else of
@@ -193,26 +195,28 @@ def cast_type(of: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 def _values(
     recorded: Recorded, dtype: torch.dtype | None, transform: Transform | None
 ) -> Callable[[ParameterRecipe], Tensor]:
+    """Returns a function: a parameter's line of the recipe → its full initial value."""
+
     def value(line: ParameterRecipe) -> Tensor:
-        whole = recorded.value(line.name)
+        full = recorded.value(line.name)
         if dtype is not None:
-            whole = whole.to(cast_type(whole.dtype, dtype))
-        return whole if transform is None else transform(line.name, whole)
+            full = full.to(cast_type(full.dtype, dtype))
+        return full if transform is None else transform(line.name, full)
 
     return value
 
 
 def _dispatchers(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger) -> dict[int, Dispatcher]:
-    """Place of this rank → the dispatcher over its tp axis; none without one."""
+    """Submesh of this rank → the dispatcher of its tp axis; empty without tensor parallelism."""
     if recipe.mesh.axis_size("tp") == 1:
         return {}
-    names, works = {id(m): n for n, m in model.named_modules()}, {}
+    names, dispatchers = {id(m): n for n, m in model.named_modules()}, {}
     for place in sorted(recipe.places.of(groups.rank)):
-        at, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
-        assert at is not None
-        axis = Axis("tp", size, at.tp, groups.meshes[place]["tp"].get_group(), ledger, place)
-        works[place] = Dispatcher(axis, ledger, names)
-    return works
+        coordinate, size = recipe.places.at(groups.rank, place), recipe.places[place].tp
+        assert coordinate is not None
+        axis = Axis("tp", size, coordinate.tp, groups.meshes[place]["tp"].get_group(), ledger, place)
+        dispatchers[place] = Dispatcher(axis, ledger, names)
+    return dispatchers
 
 
 def _view(
@@ -222,7 +226,7 @@ def _view(
     branching: Branching | None,
     stand_ins: StandIns,
 ) -> SpmdMode | None:
-    """The view over tp, and over that of each branch; None without one."""
+    """The SPMD mode over the tp axis of the mesh and of each branch; None without tensor parallelism."""
     if not dispatchers:
         return None
     local = LocalParameters(model, recipe, dispatchers, branching, stand_ins)

@@ -1,9 +1,10 @@
-"""``Division``: which rows of a batch this rank runs, in which pieces, and what their losses are of the batch's loss.
+"""``Division``: divides a batch into this rank's microbatches, and combines their losses into the loss of the batch.
 
-before the first step   a trial: how do rows combine (runtime/row_trials.py)?
-before each step        the rows that this rank runs, in microbatches, and what each weighs
-after it                one sum over all ranks: the loss; and whether the step's values agree with the division: did pieces
-                        take different paths, or all of them one that was not tried, or is the batch of another form?
+before the first step   a trial of how rows combine into the loss (runtime/row_trials.py)
+before each step        this rank's rows in microbatches, and the weight of each
+after each step         the loss, summed over all ranks; and a check that the division was valid for this batch. If microbatches
+                        took different paths through the model, or a path that was not tried yet, or the batch has another
+                        form, a trial of these rows follows.
 """
 
 from __future__ import annotations
@@ -32,41 +33,45 @@ from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.parameters import local_tensor
 
 
-class Done:
-    """What steps did so far: modes of modules, form of the batch, paths."""
+class SeenSteps:
+    """The kinds of steps so far. A kind is a key: modes of modules, form of the batch, switches, paths through the model."""
 
     def __init__(self) -> None:
-        self._known: set[Hashable] = set()
+        self._kinds: set[Hashable] = set()
 
-    def knows(self, what: Hashable) -> bool:
-        """Whether a step did so."""
-        return what in self._known
+    def __contains__(self, kind: Hashable) -> bool:
+        return kind in self._kinds
 
-    def note(self, what: Hashable) -> None:
-        """A step does so."""
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known.add(what)
+    def add(self, kind: Hashable) -> None:
+        """Notes a step of this kind."""
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds.add(kind)
 
-    def is_new(self, what: Hashable) -> bool:
-        """Whether it is to be tried: it is new. Of many (numbers that differ from step to step) only some are."""
-        if what in self._known:
+    def needs_trial(self, kind: Hashable) -> bool:
+        """Notes a step of this kind. Returns whether its rows should be tried, as the kind is new. Of many kinds (the
+        model acts on numbers that differ from step to step) only some are tried."""
+        if kind in self._kinds:
             return False
-        self.note(what)
-        count = len(self._known)
-        return count <= _ALL_OF or count & (count - 1) == 0
+        self.add(kind)
+        count = len(self._kinds)
+        return count <= _TRIED_KINDS or count & (count - 1) == 0
 
 
-_ALL_OF, _MOST_KNOWN = 8, 1 << 12
+# The first new kinds are tried; then the 16th, 32nd, …, so that a model whose every step is new runs few trials. They
+# cost a few forwards each.
+_TRIED_KINDS = 8
+_MOST_KINDS = 1 << 12  # in memory: some hundred bytes each
+_EVEN = 1e-9  # weights that differ by less are equal: they are quotients of row counts, in double precision
 
 
 @dataclass
 class Unread:
-    """A step of which the loss is not read yet.
+    """A step whose loss has not been read on the host yet.
 
     Attributes:
-        finite: whether the loss of all ranks is.
-        kind: how rows combine; ``losses``, ``pieces``: of this rank.
+        finite: whether the loss of the batch is finite.
+        kind: how rows combine; ``losses``, ``pieces``: those of this rank.
     """
 
     finite: Late
@@ -76,14 +81,14 @@ class Unread:
 
 
 class Division:
-    """How the rows of batches are divided over data ranks and microbatches.
+    """Divides batches over data ranks and microbatches.
 
     Args:
-        counter: what means divide by; None: rows alone.
+        counter: counts the labels that means are divided by; None: means are over rows.
         random: the generators that a forward may draw from.
 
     Attributes:
-        late: whether the loss of a step is looked at a step later, so that no host waits for its device.
+        late: whether the loss of a step is checked in the next step, so that the host does not wait for its device.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
@@ -94,8 +99,8 @@ class Division:
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._row: Any = None
         self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
-        self._done = Done()
-        # Of the running step: whether its rows are run apart, and its batch, with its form.
+        self._seen = SeenSteps()
+        # Of the running step: whether its rows are divided; some rows of the batch; its form; the state before the step.
         self._divided, self._batch = False, None
         self._form: Hashable = None
         self._begin: ModuleState | None = None
@@ -104,39 +109,40 @@ class Division:
 
     @property
     def rows(self) -> str:
-        """How rows combine into the loss when the model trains: ``auto`` until the first step has found out."""
+        """How rows combine into the loss when the model trains; ``auto`` before the first step."""
         return self._trials.of(self._trained).verdict.kind
 
     @property
     def _kind(self) -> str:
-        """How they do in the running step."""
+        """How rows combine into the loss in the running step."""
         return self._trials.of(self._evaluating).verdict.kind
 
     def settle(self, rows: str) -> None:
-        """Rows combine as another run found, if this one has not found out."""
+        """Sets how rows combine, as found in another run; ignored if this one has found out."""
         if self.rows == "auto":
             self._trials.settle(self._trained, rows)
 
     @property
     def once(self) -> bool:
-        """Whether microbatches leave the same state, whichever of them are run."""
+        """Whether every microbatch of a step leaves the same state on modules (see ``Runner.losses``)."""
         return self._kind != SPLIT
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of it."""
+        """Notes for a person on how rows combine."""
         verdicts = self._trials.verdicts
-        apart = any(verdict.kind not in (COUPLED, "whole") for verdict in verdicts)
-        counts = self._counter.notes if self._counter is not None and apart else ()
+        is_divided = any(verdict.kind not in (COUPLED, "whole") for verdict in verdicts)
+        counts = self._counter.notes if self._counter is not None and is_divided else ()
         return tuple(dict.fromkeys((*counts, *(note for verdict in verdicts for note in notes(verdict)))))
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
     def pieces(self, batch: Any, *, notice: bool = False) -> Pieces:
-        """What this rank runs of a batch. Collective.
+        """The microbatches of this rank. Collective.
 
         Args:
-            notice: whether this rank, or another of its copy of the model, has something to tell; then ``batch`` is not used.
+            batch: this rank's rows; not used with ``notice``.
+            notice: whether this rank, or another of its copy of the model, has something to report.
 
         Raises:
             Noticed: some rank has.
@@ -145,47 +151,48 @@ class Division:
         if self._runner.module.training:
             self._trained = self._evaluating
         pieces = self._pieces(batch, notice)
-        apart = self._recipe.mesh.data_size * len(pieces.batches) > 1
-        divided = apart and pieces.gathered is None and self._kind != SPLIT
-        each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
-        even = all(abs(x - each) < 1e-9 for x in pieces.scale)
+        count = self._recipe.mesh.data_size * len(pieces.batches)  # of microbatches, on all data ranks
+        divided = count > 1 and pieces.gathered is None and self._kind != SPLIT
+        even = all(abs(weight - 1 / count) < _EVEN for weight in pieces.scale)
         self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
         self._divided, self._form, self._batch, self._begin = divided, form_of(batch), batch, None
-        if divided and (self._paths.watching or not self._done.knows(self._told(self._paths.NOTHING))):
-            self._keep_what_it_begins_with(batch)
+        if divided and (self._paths.watching or self._kind_of_step(self._paths.NOTHING) not in self._seen):
+            self._prepare_trial(batch)
         return pieces
 
-    def _keep_what_it_begins_with(self, batch: Any) -> None:
-        """The step may have to be tried after it: with the rows and the state that it begins with."""
+    def _prepare_trial(self, batch: Any) -> None:
+        """Copies what a trial after the step needs: rows of the batch, and the state of modules before the step."""
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
         if self._trials.of(self._evaluating).steps is not None:
             self._begin = ModuleState(self._runner.module, self._runner.written())
 
-    def _told(self, ways: Hashable) -> Hashable:
-        """What is told of the running step."""
+    def _kind_of_step(self, ways: Hashable) -> Hashable:
+        """The kind of the running step, as a key; ``ways``: its paths through the model."""
         return self._evaluating, self._form, self._runner.switches.told, ways
 
     def watched(self, model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
-        """On during the forward of a piece."""
+        """A context around the forward of a microbatch, which records its path through the model."""
         return self._paths.watched(model, forward_id)
 
     def _pieces(self, batch: Any, notice: bool) -> Pieces:
+        """The microbatches of this rank and their weights; before that a trial of how rows combine, if it is due.
+        Collective."""
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
-        if notice and data == 1:  # a copy of the model is all ranks
+        if notice and data == 1:  # one copy of the model has all ranks, and they know of it
             raise Noticed
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
         if self._trials.before_step(None if notice else batch, self._evaluating):
             self._form = form_of(batch)
-            self._done.note(self._told(self._paths.NOTHING))
+            self._seen.add(self._kind_of_step(self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
-            everything, first = gather_rows(None if notice else batch, self._trials.data_groups())
-            return Pieces([everything], [1.0], [None], first, copies=data)
-        # As many pieces on every rank, whatever its rows: each forward and backward has collectives of FSDP's.
+            all_rows, first = gather_rows(None if notice else batch, self._trials.data_groups())
+            return Pieces([all_rows], [1.0], [None], first, copies=data)
+        # Every rank has the same number of microbatches, whatever its rows: FSDP2 has collectives in each forward and backward.
         split = [] if notice else list(microbatches(batch, pieces))
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
-        lacks = not notice and (not all(map(rows_of, split)) or self._row is None)
-        row = self._stand_in(batch) if lacks else None
+        needs_row = not notice and (not all(map(rows_of, split)) or self._row is None)
+        row = self._stand_in(batch) if needs_row else None
         scale, shares = weights(
             split,
             self._counter,
@@ -199,8 +206,8 @@ class Division:
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
     def _stand_in(self, batch: Any) -> Any:
-        """A row for pieces that have none, which weighs nothing: one of this rank's own, as rows of zeros may be masked
-        away whole, and give no finite loss; in a last batch without rows, one of the batch before."""
+        """A row for microbatches without rows; its weight is 0. It is a row of this rank, as a row of zeros may be fully
+        masked, and give a loss that is not finite. If the batch has no rows, it is a row of the batch before."""
         if rows_of(batch):
             self._row = copied(take_rows(batch, 0, 1))
         if self._row is not None:
@@ -210,31 +217,33 @@ class Division:
     # --- after a step -----------------------------------------------------------------------------------------------
 
     def loss(self, losses: list[Tensor], pieces: Pieces) -> Tensor:
-        """The loss of the batch, of those of this rank's pieces: the sum over data ranks, each of which has it once for each
-        of its tp ranks, on the last stage.
+        """The loss of the batch. Collective.
+
+        Args:
+            losses: of the microbatches in ``pieces``, on the ranks that have them: every tp rank of the last stage.
 
         Raises:
-            RowsError: on every rank: the step's values have shown that its rows cannot be divided.
-            UnfrozenError: on every rank.
+            RowsError: on every rank: the values of this step have shown that its rows cannot be divided.
+            UnfrozenError: on every rank: a parameter is trained that was frozen at planning.
         """
-        mesh, paths, several = self._recipe.mesh, self._paths, self._is_shared
+        mesh, paths, is_shared = self._recipe.mesh, self._paths, self._is_shared
         shares = [share for share in pieces.shares if share is not None]
         unfrozen = self._runner.unfrozen()
-        # What hosts know of the step goes between them; the loss stays on the device.
+        # Numbers of the host are summed between hosts, the loss on the device.
         wide = sum(loss.dtype == torch.float64 for loss in losses)
-        told = [wide, self._does_what_is_new(), len(unfrozen), *(paths.sums() if paths.watching else ())]
-        facts = torch.tensor([float(x) for x in told], dtype=torch.float64, device="cpu")
+        numbers = [wide, self._is_new_kind(), len(unfrozen), *(paths.sums() if paths.watching else ())]
+        facts = torch.tensor([float(x) for x in numbers], dtype=torch.float64, device="cpu")
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # the loss, ignored labels
         for loss in losses:
             sums[0] += loss.double()
         for ignored in (n for share in shares for n in share.ignored):
             sums[1] += ignored
-        if several:
+        if is_shared:
             with self._runner.waiting.on():
                 self._runner.groups.sum([facts, sums])
             sums[0] /= mesh.axis_size("tp") * pieces.copies
         wide, new, frozen, *ways = facts.tolist()
-        if self._divided and not several and self._runner.switches.changed:  # on one rank alone, perhaps
+        if self._divided and not is_shared and self._runner.switches.changed:  # maybe on one rank only
             (new,) = self._runner.groups.on_any([new])
         if frozen:
             raise UnfrozenError(unfrozen)
@@ -252,28 +261,29 @@ class Division:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether ranks have different parts of a step."""
+        """Whether ranks run different parts of a step."""
         mesh = self._recipe.mesh
         return mesh.data_size * mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
 
     def finish_step(self) -> None:
-        """Acts on the loss of the last step, for which a device is waited for. Collective, if that was not finite.
+        """Checks that the loss of the last step is finite, for which the host waits for its device. Collective, if it is not.
 
-        On a CPU a step ends with it. On a device the next step does, when the loss has long been there; or whoever asks before.
+        On a CPU a step ends with this check. On a device it is made in the next step, when the loss has long been
+        computed, or when this is called before.
 
         Raises:
-            RowsError: on every rank: the loss is not finite, as rows were run apart.
+            RowsError: on every rank: the loss is not finite, because rows were divided.
         """
         unread, self._unread = self._unread, None
         if unread is not None and not all(unread.finite.read()):
             self._refuse_parts_not_finite(unread)
 
     def _refuse_parts_not_finite(self, step: Unread) -> None:
-        """The loss of a step is not finite, as that of a piece is not: is that of its rows and others at once? Else it is not
-        on one device, either.
+        """The loss of a step is not finite, as that of a microbatch is not. Tries whether it is finite if this microbatch
+        runs together with another one: if not, it is not finite on one device either. Collective.
 
         Raises:
-            RowsError: on every rank: it is; or the optimizer has stepped since, and it cannot be known any more.
+            RowsError: on every rank: it is finite; or the optimizer has stepped since, and a trial is not possible any more.
         """
         groups = self._runner.groups
         if self.late and any(groups.on_any([not self._is_finite()])):
@@ -284,29 +294,29 @@ class Division:
         everywhere: list[Any] = [None] * dist.get_world_size()
         finite_here = [bool(torch.isfinite(loss)) for loss in step.losses]
         dist.all_gather_object(everywhere, finite_here, group=groups.hosts[""])
-        pieces = [(rank, m, finite) for rank, there in enumerate(everywhere) for m, finite in enumerate(there)]
-        two = [next(((rank, m) for rank, m, finite in pieces if finite == wanted), None) for wanted in (False, True)]
-        rows = [self._rows_of_piece(step.pieces, *piece) for piece in two if piece is not None]
+        pieces = [(rank, m, finite) for rank, of_rank in enumerate(everywhere) for m, finite in enumerate(of_rank)]
+        pair = [next(((rank, m) for rank, m, finite in pieces if finite == wanted), None) for wanted in (False, True)]
+        rows = [self._rows_of_piece(step.pieces, *piece) for piece in pair if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
         if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
             return
-        (rank, microbatch), *_ = (piece for piece in two if piece is not None)
+        (rank, microbatch), *_ = (piece for piece in pair if piece is not None)
         raise RowsError(
             f"the loss of microbatch {microbatch} of rank {rank} is not finite, and that of its rows and others at once is: "
             "the model takes a mean over nothing (0/0), say, which no weight makes right"
         )
 
     def _is_finite(self) -> bool:
-        """Whether what this rank holds of parameters is finite."""
+        """Whether this rank's shards of all parameters are finite."""
         return all(bool(local_tensor(p).isfinite().all()) for p in self._runner.held.parameters())
 
-    def _does_what_is_new(self) -> bool:
-        """Whether no step has taken this one's paths before, nor had a batch of this form."""
+    def _is_new_kind(self) -> bool:
+        """Whether rows of this step should be tried: no step before took its paths, or had a batch of its form."""
         ways = self._paths.ways() if self._paths.watching else self._paths.NOTHING
-        return self._divided and self._done.is_new(self._told(ways))
+        return self._divided and self._seen.needs_trial(self._kind_of_step(ways))
 
     def _try_what_is_new(self) -> None:
-        """Do rows of this step combine as was found in an earlier one?
+        """Tries whether the rows of this step combine as those of earlier steps.
 
         Raises:
             RowsError: on every rank: they do not.
@@ -321,17 +331,18 @@ class Division:
         )
 
     def _try_paths(self, pieces: Pieces) -> None:
-        """Pieces of this step took different paths: is the loss of two of them at once what they make apart?
+        """Microbatches of this step took different paths: tries whether the loss of two such together follows from their
+        own losses.
 
         Raises:
-            RowsError: on every rank: it is not.
+            RowsError: on every rank: it does not.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, self._paths.taken())
         differing = first_to_differ(everywhere)
         assert differing is not None
-        *two, lines = differing
-        rows = [self._rows_of_piece(pieces, *piece) for piece in two]
+        *pair, lines = differing
+        rows = [self._rows_of_piece(pieces, *piece) for piece in pair]
         both = joined(rows)
         if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0])):
             self._paths.settle(lines)
@@ -341,16 +352,20 @@ class Division:
         )
 
     def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
-        """A microbatch of some rank, on every rank."""
+        """A microbatch of another rank, sent to every rank. Collective."""
         holder = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
         dist.broadcast_object_list(holder, src=rank)
         return mapped(lambda t: t.to(self._device), holder[0])
 
 
 def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:
-    """Labels that are ignored, in a mean whose count is not known, cannot be weighed."""
+    """Refuses ignored labels in a mean whose divisor is not known: microbatches have no weights then.
+
+    Raises:
+        RowsError: there are such labels.
+    """
     lines = {line for share in shares for line in share.counted.program.lines}
-    if lines and ignored:  # the device is waited for: it is a step that must not be taken
+    if lines and ignored:  # waits for the device, as the gradients of this step must not be used
         raise RowsError(
             f"the mean at {', '.join(sorted(lines))} ignores {int(ignored)} labels, and how many it counts does not "
             "follow from the batch alone: data ranks and microbatches cannot be weighed"

@@ -1,17 +1,17 @@
-"""Process groups: the only place where they are born.
+"""Creates all process groups; no other module does.
 
-Every rank makes the same meshes in the same order. There are at most two for each place, over all its ranks:
+Every rank creates the same meshes in the same order. There are at most two for each submesh, over all its ranks:
 
     sharded      (pp, dp_replicate, dp_shard, tp)         FSDP, HSDP
     replicated   (pp, dp_replicate·dp_shard, 1, tp)       modules that the plan replicates over the data axes
 
 a group for each set of pipeline ranks whose stages share a parameter, along each line of the pp axis; and one for each set
-of places that share a parameter, of all ranks of them in a stage.
+of submeshes that share a parameter, of all their ranks in a stage.
 
-A mesh of the plan may give its axes in any order; the ranks stand as the plan says, the dims as above.
+A plan may give the axes of its mesh in any order; ranks have the coordinates that the plan says, dims have the order above.
 
-What ranks tell each other of themselves (how many rows each has, whether their generators agree) are numbers of the host. They
-go between hosts, over gloo: a collective on the device would wait for all that the device has yet to do.
+Ranks also exchange numbers of the host (how many rows each has, whether their generators agree). These go over gloo: a
+collective on the device would wait for all work that the device has queued.
 """
 
 from __future__ import annotations
@@ -35,63 +35,75 @@ from meshwright.recipe import Recipe
 from meshwright.watch.rendezvous import launched_store
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
+_TIMEOUT = 600.0  # seconds: torch's default for NCCL, here for every backend
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The meshes of a run and this rank's place in them."""
+    """The meshes and process groups of a run.
+
+    Attributes:
+        mesh: the plan's mesh; ``rank``: this process's rank in it; ``device``: its device.
+        meshes: submesh → the DeviceMesh of its ranks.
+        replicated: submesh → the same with one data axis, if it has modules that the plan replicates.
+        shared: pipeline ranks whose stages share a parameter → their group, along this rank's line of the pp axis.
+        together: submeshes that share a parameter → the group of all their ranks in this rank's stage.
+        made: the groups above that this rank is in.
+        timeout: seconds that a collective waits for other ranks.
+        hosts: axis → the group of its ranks for tensors of the host; "" → of all ranks.
+    """
 
     mesh: Mesh
     rank: int
     device: torch.device
-    meshes: Mapping[int, DeviceMesh]  # place → its ranks
+    meshes: Mapping[int, DeviceMesh]
     replicated: Mapping[int, DeviceMesh]
-    shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # ranks of the pp axis → those of this line of it
-    together: Mapping[tuple[int, ...], dist.ProcessGroup]  # places → all ranks of them in this stage
-    made: tuple[dist.ProcessGroup, ...] = ()  # all of these that this rank is of
-    timeout: float = 600.0  # seconds that a collective of any of them waits for other ranks
-    # axis → its ranks, between hosts; "" → all ranks
+    shared: Mapping[tuple[int, ...], dist.ProcessGroup]
+    together: Mapping[tuple[int, ...], dist.ProcessGroup]
+    made: tuple[dist.ProcessGroup, ...] = ()
+    timeout: float = _TIMEOUT
     hosts: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def sharded(self) -> DeviceMesh:
-        """All ranks."""
+        """The mesh of all ranks."""
         return self.meshes[0]
 
     def of(self, data: str, place: int = 0) -> DeviceMesh:
-        """The mesh that a unit of this kind of data parallelism lives on."""
+        """The mesh of an FSDP2 unit; ``data``: its kind of data parallelism; ``place``: its submesh."""
         return self.replicated[place] if data == "replicate" else self.meshes[place]
 
     @cached_property
     def files(self) -> dist.ProcessGroup:
-        """All ranks, over gloo: what is agreed on while checkpoints are written, also beside training, in a thread. Made when
-        it is first asked for, which all ranks do alike."""
+        """The group of all ranks, over gloo, for checkpoints. It has no other use, as a checkpoint may be written in a
+        thread while training goes on. Created at the first access, which every rank makes."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums tensors over all ranks, in place: those of the host between hosts, those of the device there. Collective.
+        """Sums tensors over all ranks, in place. Collective.
 
-        They are all of one type; one collective moves all of the host, and one all of the device.
+        Args:
+            tensors: of one dtype. Those on the host go in one collective over gloo, those on the device in another there.
         """
         if dist.get_world_size() == 1:
             return
         for device in dict.fromkeys(t.device for t in tensors):
-            those = [t for t in tensors if t.device == device]
-            flat = torch.cat([t.reshape(-1) for t in those])
+            on_device = [t for t in tensors if t.device == device]
+            flat = torch.cat([t.reshape(-1) for t in on_device])
             dist.all_reduce(flat, group=self.hosts[""] if device.type == "cpu" else None)
-            for t, total in zip(those, flat.split([t.numel() for t in those]), strict=True):
+            for t, total in zip(on_device, flat.split([t.numel() for t in on_device]), strict=True):
                 t.copy_(total.view_as(t))
 
     def on_any(self, flags: Sequence[bool]) -> list[bool]:
-        """Of each flag, whether it is set on any rank. Collective over all ranks, between hosts."""
-        with without_any_mode():  # flags are no part of the model, and have values in a rehearsal too
-            told = torch.tensor(flags, dtype=torch.int32, device="cpu")
+        """For each flag, whether it is set on any rank. Collective over all ranks, on the host."""
+        with without_any_mode():  # flags are not the model's, and have values in a rehearsal too
+            maxima = torch.tensor(flags, dtype=torch.int32, device="cpu")
             if dist.get_world_size() > 1:
-                dist.all_reduce(told, dist.ReduceOp.MAX, group=self.hosts[""])
-            return [bool(flag) for flag in told.tolist()]
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.hosts[""])
+            return [bool(flag) for flag in maxima.tolist()]
 
     def wait_longer(self, seconds: float) -> None:
-        """Collectives of all groups wait at least so long for other ranks. Collective."""
+        """Raises the timeout of all groups to at least ``seconds``. Collective."""
         if seconds > self.timeout and dist.get_world_size() > 1:
             for group in (dist.group.WORLD, self.files, *self.made):
                 if group is not None:
@@ -114,21 +126,22 @@ class Groups:
         return self.mesh.coordinate(self.rank).get("tp", 0)
 
 
-def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) -> Groups:
-    """The process groups of a recipe; collective over all ranks, of which there must be as many as the mesh has.
+def make_groups(recipe: Recipe, device: torch.device, timeout: float = _TIMEOUT) -> Groups:
+    """Creates the process groups of a recipe. Collective; the world has as many ranks as the recipe's mesh.
 
-    ``timeout``: seconds that a collective of any of them waits for other ranks.
+    Args:
+        timeout: seconds that a collective waits for other ranks.
     """
     places = recipe.places
     meshes, replicated = {}, {}
     for place in range(len(places)):
-        placed = _placed(recipe, place)
+        placed = _ranks_by_coordinate(recipe, place)
         meshes[place] = DeviceMesh(device.type, placed, mesh_dim_names=DIMS)
         if any(u.data == "replicate" and u.place == place for u in recipe.units):
             pp, replicate, shard, tp = placed.shape
             flat = placed.reshape(pp, replicate * shard, 1, tp)
             replicated[place] = DeviceMesh(device.type, flat, mesh_dim_names=DIMS)
-    shared, together = _shared(recipe, _placed(recipe, 0)), _together(recipe)
+    shared, together = _stage_groups(recipe, _ranks_by_coordinate(recipe, 0)), _submesh_groups(recipe)
     of_meshes = [
         g for meshes_ in (meshes, replicated) for place, m in meshes_.items()
         if places.at(dist.get_rank(), place) is not None for g in m.get_all_groups()
@@ -142,15 +155,16 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = 600.0) ->
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend that carries a group's tensors on a device: ``gloo``, ``nccl``; empty if none does. None: of all ranks."""
+    """The backend of a group for tensors on a device (``gloo``, ``nccl``); empty if it has none. None: the group of all
+    ranks."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backends = dict(entry.split(":") for entry in config.split(","))
     return str(backends.get(device.type, ""))
 
 
 def _hosts(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """Groups for what hosts tell each other. A person's own world may carry tensors of the device alone: then there are further
-    ones, over gloo."""
+    """The groups for tensors of the host. If the default group has no backend for these (a person may have initialized it
+    for the device alone), they are new ones, over gloo."""
     axes = [axis for axis in DIMS if mesh[axis].size() > 1]
     if backend_of(None, torch.device("cpu")):
         return {"": _world(), **{axis: mesh[axis].get_group() for axis in axes}}
@@ -163,8 +177,12 @@ def _hosts(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def check_unbound(config: str, device: torch.device | None) -> None:
-    """Raises PlanError if a world that carries no tensors of the host is bound to a device: where groups of some ranks are made
-    over another backend, torch has the other ranks wait in a split of the device's communicator."""
+    """Checks that a default group without a backend for the host is not bound to a device: else, where only some ranks create a
+    gloo group, torch makes the others wait in a split of the device's communicator.
+
+    Raises:
+        PlanError: it is bound.
+    """
     if device is None:
         return
     raise PlanError.of(
@@ -181,23 +199,23 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _placed(recipe: Recipe, place: int) -> torch.Tensor:
-    """The ranks of a place by their coordinates on ``DIMS``."""
+def _ranks_by_coordinate(recipe: Recipe, place: int) -> torch.Tensor:
+    """The ranks of a submesh, in a tensor with the dims ``DIMS``."""
     places = recipe.places
     ranks = torch.zeros([places.axis_size(place, d) for d in DIMS], dtype=torch.int64)
     for rank in range(recipe.mesh.size):
-        if (at := places.at(rank, place)) is not None:
-            ranks[at.pp, at.dp_replicate, at.dp_shard, at.tp] = rank
+        if (c := places.at(rank, place)) is not None:
+            ranks[c.pp, c.dp_replicate, c.dp_shard, c.tp] = rank
     return ranks
 
 
-def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's group for each set of places that hold the same parameter. Every rank makes all groups."""
+def _submesh_groups(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of submeshes that share a parameter. Every rank creates all groups."""
     groups, rank, places = {}, dist.get_rank(), recipe.places
     for chosen in sorted({p.places for p in recipe.parameters if len(p.places) > 1}):
         for stage in range(recipe.mesh.axis_size("pp")):
-            at = [[places.at(r, p) for p in chosen] for r in range(recipe.mesh.size)]
-            ranks = [r for r, seen in enumerate(at) if any(c is not None and c.pp == stage for c in seen)]
+            coordinates = [[places.at(r, p) for p in chosen] for r in range(recipe.mesh.size)]
+            ranks = [r for r, own in enumerate(coordinates) if any(c is not None and c.pp == stage for c in own)]
             group = dist.new_group(ranks)
             if rank in ranks:
                 groups[chosen] = group
@@ -205,16 +223,16 @@ def _together(recipe: Recipe) -> dict[tuple[int, ...], dist.ProcessGroup]:
 
 
 def _set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
-    """A mesh makes its groups with torch's own timeout, 30 minutes for gloo, and takes no other. Private, where torch has no
-    public function yet."""
+    """Sets the timeout of a group. A DeviceMesh creates its groups with torch's default (gloo: 30 minutes), and takes no
+    other. A private function of torch, where this version has no public one."""
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(timedelta(seconds=timeout), group)
     else:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
 
 
-def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's group for each set of pipeline ranks that hold the same parameter. Every rank makes all groups."""
+def _stage_groups(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of pipeline ranks that share a parameter. Every rank creates all groups."""
     groups, rank = {}, dist.get_rank()
     for owners in sorted({recipe.owners(line) for line in recipe.parameters} - {(r,) for r in range(placed.shape[0])}):
         for line in placed.reshape(placed.shape[0], -1).T.tolist():
@@ -226,49 +244,57 @@ def _shared(recipe: Recipe, placed: torch.Tensor) -> dict[tuple[int, ...], dist.
 
 
 def ensure_world(device: str | None, timeout: float) -> torch.device:
-    """This process's device, with the default group up: torchrun's, or a world of one in a plain process.
+    """Initializes the default process group, if it is not yet: that of torchrun, or of one process without it.
 
-    Tensors of the host go over gloo. The device is bound to the group: its communicator is made at once, and those of meshes
-    are split off it.
+    Tensors of the host go over gloo. The group is bound to the device, so that its communicator is created at once, and
+    those of meshes are split from it.
 
     Args:
-        device: ``cpu``, ``cuda`` or another accelerator; None: CUDA, if there is some.
+        device: ``cpu``, ``cuda`` or another accelerator; None: CUDA, if this machine has it.
+        timeout: seconds that a collective waits for other ranks.
+
+    Returns:
+        The device of this process.
 
     Raises:
-        PlanError: torchrun has started more processes here than there are devices.
+        PlanError: torchrun has started more processes on this machine than it has devices.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device(kind)
+    chosen = torch.device(kind)
     if kind != "cpu":
         devices = torch.get_device_module(kind).device_count()
         if not dist.is_initialized():
             check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), devices, kind)
-        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, devices))
-        torch.get_device_module(kind).set_device(place)
+        chosen = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) % max(1, devices))
+        torch.get_device_module(kind).set_device(chosen)
     if not dist.is_initialized():
-        _init_world(place, timedelta(seconds=timeout))
-    return place
+        _init_world(chosen, timedelta(seconds=timeout))
+    return chosen
 
 
-def _init_world(place: torch.device, wait: timedelta) -> None:
-    """The default group, as torchrun's environment says; of one process without it."""
+def _init_world(device: torch.device, timeout: timedelta) -> None:
+    """Initializes the default group from torchrun's environment; without it, with one process."""
     backend = "gloo"
-    if place.type != "cpu":
-        backend = f"cpu:gloo,{place.type}:{dist.get_default_backend_for_device(place)}"
-    bound = None if place.type == "cpu" else place
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    device_id = None if device.type == "cpu" else device
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     rank, ranks = 0, 1
     if "RANK" in os.environ:
-        store = launched_store(wait)
+        store = launched_store(timeout)
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if store is None:  # torch finds the one of its launcher
-        dist.init_process_group(backend, timeout=wait, device_id=bound)
+    if store is None:  # torch finds its launcher's store itself
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
-        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=ranks, device_id=bound)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
 
 
 def check_devices(processes: int, devices: int, kind: str) -> None:
-    """Raises PlanError if several processes of this machine would share a device, of which NCCL makes no communicator."""
+    """Checks that no two processes of this machine share a device, for which NCCL creates no communicator.
+
+    Raises:
+        PlanError: there are more processes than devices.
+    """
     if processes <= devices:
         return
     raise PlanError.of(
@@ -281,7 +307,7 @@ def check_devices(processes: int, devices: int, kind: str) -> None:
 
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as bytes, which every backend carries, whatever their type (16-bit integers: neither gloo nor NCCL
-    does); a contiguous one's own memory."""
+    """A tensor's elements as bytes, which every backend can send (neither gloo nor NCCL sends 16-bit integers). Shares
+    the memory of a contiguous tensor."""
     t = in_one_dim(t.detach().resolve_conj().resolve_neg())
     return t.view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)

@@ -1,18 +1,18 @@
-"""``Guard``: do ranks that should hold the same bits, and do the same, do so? Compared every so many steps.
+"""``Guard``: checks every so many steps that replicas are bitwise equal.
 
-    what                                                            equal on all ranks that
-    a parameter, and how often an optimizer has updated it          hold the same part of it (dp, tp, ties over stages)
-    a buffer, or frozen parameter, that no forward writes           hold it
-    a buffer that forwards write, which may follow from rows        run the same rows: a tp group
-    what enters and leaves a block as a whole tensor; the loss      run the same rows: a tp group
-    the collectives of tensor parallelism, in their order           are of a tp group
+    tensor                                                          must be equal on all ranks that
+    a parameter, and the optimizer's count of its updates           have the same part of it (dp, tp, ties over stages)
+    a buffer, or frozen parameter, that no forward writes           have it
+    a buffer that forwards write (it may depend on rows)            run the same rows: a tp group
+    unsharded inputs and outputs of a block; the loss               run the same rows: a tp group
+    the order of the collectives of tensor parallelism              are in the same tp group
 
-And of each rank: what FSDP2 has gathered is after a forward what it was before. What a forward writes there is lost; planning
-keeps what is written out of units, if it can follow the forward.
+It also checks on each rank that a forward leaves the parameters that FSDP2 has gathered unchanged: writes to them are
+lost. Planning keeps parameters that are written out of FSDP2 units, if it can trace the forward.
 
-Each rank has one number for each of these sets of ranks: a sum of the checksums of all that it holds. The numbers of all
-ranks are gathered at the end of the step, a few on each; only if some differ do ranks tell each other what stands behind
-them. So a difference is one error, the same on all ranks.
+For each of these sets of ranks (a ``Column``) a rank adds up the checksums of all its tensors. At the end of the step
+these few sums are gathered. Only if sums differ do ranks exchange the checksum of each tensor. A difference raises the
+same error on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.checksum import checksum
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.replicas import Column, Key, columns_of, key_of, told_apart
+from meshwright.runtime.replicas import Column, Key, columns_of, describe_difference, key_of
 from meshwright.runtime.step_notes import StepNotes, is_plain, listed, number_of
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.comm import Ledger
@@ -45,11 +45,13 @@ from meshwright.spmd.tensor import GlobalTensor
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
 
+# the beginning of a tensor's name → the kind that it is counted as
 _KINDS = {
     "parameter ": "parameters", "buffer ": "buffers", "steps of the optimizer": "optimizer steps",
     "what enters ": "activations", "what leaves ": "activations", "loss of ": "losses", "the order ": "collectives",
 }  # fmt: skip
-_SHOWN = 8  # differences that an error tells
+# differences that an error lists; one cause often makes all later tensors differ, and the first ones tell most
+_SHOWN = 8
 _ON_GPU = " On a GPU, torch.use_deterministic_algorithms(True) leaves out kernels whose sums depend on timing."
 _FIX = (
     "The optimizer has not stepped. A checkpoint has each value once: to go on, resume from the last one, or save one and "
@@ -66,12 +68,12 @@ _FIX_WRITTEN = (
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of a comparison; the same on every rank but for ``counts``.
+    """The result of a comparison; the same on every rank, except ``counts``.
 
     Attributes:
-        step: after which it was made.
-        counts: how many parameters, buffers, activations … this rank had to compare, by kind.
-        differences: in words; empty: equal.
+        step: the step after which it was made.
+        counts: kind → how many parameters, buffers, activations … of this rank were compared.
+        differences: in words; empty if all is equal.
     """
 
     step: int
@@ -81,25 +83,29 @@ class Compared:
 
 @dataclass(frozen=True)
 class Constant:
-    """A buffer, or frozen parameter, as it was when values were filled or loaded; its checksum then."""
+    """A buffer, or frozen parameter, as it was when values were filled or loaded.
+
+    Attributes:
+        version: its version counter then; ``checksum``: its checksum then.
+    """
 
     value: Tensor
     version: int | None
     checksum: int
 
-    def written(self, now: Tensor) -> bool:
-        """Whether something has written to it since, or put another tensor in its place."""
-        return now is not self.value or version(local_tensor(now)) != self.version
+    def written(self, current: Tensor) -> bool:
+        """Whether it was written since, or replaced; ``current``: the tensor that has its name now."""
+        return current is not self.value or version(local_tensor(current)) != self.version
 
 
 @dataclass
 class Entries:
-    """What a rank holds, each with its column and its checksum.
+    """What a rank compares: for each tensor its column, name and checksum.
 
     Attributes:
-        numbers: of what is known as a number already.
-        changed: buffers and frozen parameters that were written; and, of the others, those that have other bits than in the
-            beginning.
+        columns: the number of each tensor's column; ``names``: its name; ``sums``: its checksum, on the device.
+        numbers: (column, name, number) of what is a number of the host already.
+        changed: (column, name) of buffers and frozen parameters that were written, or have other bits than in the beginning.
     """
 
     columns: list[int] = field(default_factory=list)
@@ -108,13 +114,14 @@ class Entries:
     numbers: list[tuple[int, str, int]] = field(default_factory=list)
     changed: set[tuple[int, str]] = field(default_factory=set)
 
-    def add(self, column: int, name: str, value: Tensor) -> None:
+    def add(self, column: int, name: str, checksum: Tensor) -> None:
+        """Adds a tensor."""
         self.columns.append(column)
         self.names.append(name)
-        self.sums.append(value)
+        self.sums.append(checksum)
 
     def counts(self) -> dict[str, int]:
-        """How many there are of each kind."""
+        """Kind → how many there are of it."""
         names = [*self.names, *(name for _, name, _ in self.numbers)]
         return dict(
             Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names)
@@ -122,15 +129,16 @@ class Entries:
 
 
 class Guard:
-    """Compares what ranks of a job should have in common.
+    """Compares replicas between the ranks of a job.
 
     Args:
-        every: steps from one comparison to the next; the first step compares. 0: never.
+        ledger: counts the collectives of tensor parallelism, whose order is compared.
+        every: the number of steps from one comparison to the next; the first step compares. 0: never.
 
     Attributes:
-        optimizers: whose counts of steps are compared as well.
-        cost: the all-gathers of comparisons: calls, and bytes that this rank puts in.
-        last: what came of the last comparison; None before the first.
+        optimizers: their counts of updates are compared too.
+        cost: counts the all-gathers of comparisons, and the bytes that this rank puts into them.
+        last: the result of the last comparison; None before the first.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, every: int) -> None:
@@ -141,8 +149,8 @@ class Guard:
         self.last: Compared | None = None
         self._columns: dict[Key, Column] = {}
         self._new_notes = partial(StepNotes, model, recipe, groups, ledger, self.cost)
-        self._noted = self._new_notes()
-        self._places = self._noted.places
+        self._notes = self._new_notes()  # of the running step
+        self._places = self._notes.places
         self._constants: dict[str, Constant] = {}
         if self.every:
             self._columns = columns_of(recipe)
@@ -150,42 +158,42 @@ class Guard:
         self._index = {key: i for i, key in enumerate(self._columns)}
 
     def due(self, step: int) -> bool:
-        """Whether this step, counted from 1, compares."""
+        """Whether replicas are compared after this step; ``step``: counted from 1."""
         return self.every > 0 and (step - 1) % self.every == 0
 
     def begin(self) -> None:
-        """Buffers and frozen parameters are as they should be now: values were filled or loaded."""
+        """Values were filled or loaded: takes checksums of buffers and frozen parameters, for later comparisons."""
         if self.every:
-            values = [*self._buffers(), *((n, p) for n, _, p in self._parameters() if not p.requires_grad)]
-            sums = listed([checksum(local_tensor(t)) for _, t in values], self._groups.device)
+            tensors = [*self._buffers(), *((n, p) for n, _, p in self._parameters() if not p.requires_grad)]
+            sums = listed([checksum(local_tensor(t)) for _, t in tensors], self._groups.device)
             self._constants = {
                 name: Constant(t, version(local_tensor(t)), number)
-                for (name, t), number in zip(values, sums, strict=True)
+                for (name, t), number in zip(tensors, sums, strict=True)
             }
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """For the time of a step's forwards and backwards: notes what the step does.
+        """Around the forwards and backwards of a step that is compared: records what the step does.
 
         Raises:
-            ReplicaError: ranks of a tp group enter different collectives. On all of this group.
+            ReplicaError: ranks of a tp group enter different collectives. On all ranks of this group.
         """
-        self._noted = self._new_notes()
+        self._notes = self._new_notes()
         try:
-            with self._noted.watching(step):
+            with self._notes.watching(step):
                 yield
         except ReplicaError as error:
             self.last = Compared(step, {"collectives": 1}, error.differences)
             raise
 
-    # --- at its end ---------------------------------------------------------------------------------------------------
+    # --- at the end of a step -----------------------------------------------------------------------------------------
 
     def compare(self, step: int, losses: Sequence[Tensor] = ()) -> None:
-        """Compares everything. Collective over all ranks.
+        """Compares all replicas. Collective over all ranks.
 
         Args:
             step: as errors call it.
-            losses: of this rank's microbatches, on the ranks that have them.
+            losses: the losses of this rank's microbatches, on the ranks that have them.
 
         Raises:
             ReplicaError: something differs. On every rank.
@@ -193,55 +201,64 @@ class Guard:
         with torch.no_grad(), without_modes():
             entries = self._entries(losses)
             device, count = self._groups.device, len(self._columns)
-            written = self._noted.written()
-            mine = torch.zeros(count + 1, dtype=torch.int64, device=device)
-            mine[count] = len(written)
+            written = self._notes.written()
+            sums = torch.zeros(count + 1, dtype=torch.int64, device=device)  # of each column; and how many were written
+            sums[count] = len(written)
             if entries.sums:
                 factors = torch.tensor([number_of(name) | 1 for name in entries.names], device=device)
-                at = torch.tensor(entries.columns, device=device)
-                mine.index_add_(0, at, torch.stack(entries.sums) * factors)
+                columns = torch.tensor(entries.columns, device=device)
+                sums.index_add_(0, columns, torch.stack(entries.sums) * factors)
             for column, _, number in entries.numbers:
-                mine[column] += number
-            table = [torch.empty_like(mine) for _ in range(self._recipe.mesh.size)]
-            self.cost.moved("all_gather", mine)
-            dist.all_gather(table, mine)
-            rows = torch.stack(table).tolist()
-        self._noted = self._new_notes()
-        if any(row[count] for row in rows):
+                sums[column] += number
+            gathered = [torch.empty_like(sums) for _ in range(self._recipe.mesh.size)]
+            self.cost.moved("all_gather", sums)
+            dist.all_gather(gathered, sums)
+            rank_sums = torch.stack(gathered).tolist()
+        self._notes = self._new_notes()
+        if any(own[count] for own in rank_sums):
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
             lines = [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))]
             self.last = Compared(step, entries.counts(), tuple(lines))
             raise ReplicaError(step, lines, _FIX_WRITTEN)
-        differs = [i for i, c in enumerate(self._columns.values()) if c.differing([row[i] for row in rows])]
-        lines = self._differences(entries, differs) if differs else []
+        differing = [i for i, c in enumerate(self._columns.values()) if c.differing([own[i] for own in rank_sums])]
+        lines = self._differences(entries, differing) if differing else []
         self.last = Compared(step, entries.counts(), tuple(lines))
         if lines:
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 
-    def _differences(self, entries: Entries, differs: Sequence[int]) -> list[str]:
-        """What differs in some columns, in words; the same on every rank. Collective over all ranks."""
+    def _differences(self, entries: Entries, differing: Sequence[int]) -> list[str]:
+        """The differences in some columns, in words; the same on every rank. Collective over all ranks.
+
+        Args:
+            differing: the numbers of the columns.
+        """
         sums = listed(entries.sums, self._groups.device)
-        mine = {
+        checksums = {
             (column, name): value
             for column, name, value in [*zip(entries.columns, entries.names, sums, strict=True), *entries.numbers]
-            if column in differs
+            if column in differing
         }
-        told: list[tuple[dict[tuple[int, str], int], set[tuple[int, str]]]] = [({}, set())] * self._recipe.mesh.size
-        dist.all_gather_object(told, (mine, entries.changed))
+        # of each rank: (column, name) → checksum; and which were changed
+        everywhere: list[tuple[dict[tuple[int, str], int], set[tuple[int, str]]]]
+        everywhere = [({}, set())] * self._recipe.mesh.size
+        dist.all_gather_object(everywhere, (checksums, entries.changed))
         columns, lines = list(self._columns.values()), list[str]()
-        for key in dict.fromkeys(key for values, _ in told for key in values):
-            if all(key in changed for values, changed in told if key in values):
-                continue  # all ranks have changed it, from their own rows perhaps
-            written = [rank for rank, (values, changed) in enumerate(told) if key in changed and key not in values]
-            for ranks in columns[key[0]].differing([values.get(key) for values, _ in told], written):
-                lines.append(f"{key[1]}: {told_apart(ranks)}")
+        for key in dict.fromkeys(key for values, _ in everywhere for key in values):
+            if all(key in changed for values, changed in everywhere if key in values):
+                continue  # changed on all ranks: it may depend on each rank's rows
+            written = [
+                rank for rank, (values, changed) in enumerate(everywhere) if key in changed and key not in values
+            ]
+            for ranks in columns[key[0]].differing([values.get(key) for values, _ in everywhere], written):
+                lines.append(f"{key[1]}: {describe_difference(ranks)}")
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
     def _entries(self, losses: Sequence[Tensor]) -> Entries:
+        """All that this rank compares, with checksums."""
         entries = Entries()
-        steps = _steps_done(self.optimizers)
+        steps = _update_counts(self.optimizers)
         for name, line, p in self._parameters():
             if not p.requires_grad and name in self._constants:
                 continue
@@ -256,7 +273,7 @@ class Guard:
                 (column, "the order of collectives since the start", self._ledger.orders[place].number)
             )
         seen: dict[str, int] = {}
-        for place, name, value in self._noted.activations:
+        for place, name, value in self._notes.activations:
             seen[name] = seen.get(name, 0) + 1
             entries.add(self._index["line", place], f"{name} (tensor {seen[name]} of the step)", value)
         if 0 in self._places:
@@ -265,8 +282,8 @@ class Guard:
         return entries
 
     def _add_constants(self, entries: Entries) -> None:
-        """Buffers and frozen parameters. Those that forwards write may follow from rows, or from random numbers that differ
-        between data ranks, so they are compared over tp alone."""
+        """Adds buffers and frozen parameters. Those that forwards write may depend on rows, or on random numbers that
+        differ between data ranks: they are compared within tp groups only."""
         frozen = {
             name: (line, p) for name, line, p in self._parameters() if not p.requires_grad and name in self._constants
         }
@@ -274,28 +291,29 @@ class Guard:
         sums = {name: checksum(local_tensor(t)) for name, t in values.items()}
         for (name, value), number in zip(sums.items(), listed(list(sums.values()), self._groups.device), strict=True):
             if name in frozen:
-                line, what = frozen[name][0], "parameter"
+                line, kind = frozen[name][0], "parameter"
                 key, place = key_of(line, self._recipe), line.place if line.tp == REPLICATE else -1
             else:
-                what, place = "buffer", self._recipe.buffer_place(name)
+                kind, place = "buffer", self._recipe.buffer_place(name)
                 key = "buffer", place
-            before = self._constants.get(name)
-            written = before is None or before.written(values[name])
-            if written or (before is not None and before.checksum != number):
-                entries.changed.add((self._index[key], f"{what} {name}"))
+            initial = self._constants.get(name)
+            written = initial is None or initial.written(values[name])
+            if written or (initial is not None and initial.checksum != number):
+                entries.changed.add((self._index[key], f"{kind} {name}"))
             if not written:
-                entries.add(self._index[key], f"{what} {name}", value)
+                entries.add(self._index[key], f"{kind} {name}", value)
             elif place in self._places:
-                entries.add(self._index["line", place], f"{what} {name}", value)
+                entries.add(self._index["line", place], f"{kind} {name}", value)
 
     def _parameters(self) -> Iterator[tuple[str, ParameterRecipe, nn.Parameter]]:
-        """(name, line of the recipe, parameter) of each one that this rank holds."""
+        """(name, line of the recipe, parameter) of each parameter of this rank."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
         for line in self._recipe.held_by(self._groups.rank):
             yield line.name, line, named[line.name]
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of which this rank has a copy that counts."""
+        """(name, buffer) of each buffer of which this rank has a valid copy: its stage runs the module, and it is a plain
+        tensor."""
         for name, b in self._model.named_buffers():
             if (
                 self._recipe.owns_buffer(name, self._groups.rank)
@@ -305,11 +323,11 @@ class Guard:
                 yield name, b
 
 
-def _steps_done(optimizers: Optimizers) -> Mapping[int, Tensor]:
-    """id of a parameter → how often an optimizer has updated it, for those that count."""
+def _update_counts(optimizers: Optimizers) -> Mapping[int, Tensor]:
+    """id of a parameter → how often its optimizer has updated it, for optimizers with a ``step`` in their state."""
     steps: dict[int, Tensor] = {}
     for optimizer in [] if optimizers is None else [optimizers] if not isinstance(optimizers, Sequence) else optimizers:
         for p, state in optimizer.state.items():
-            if (done := state.get("step")) is not None:
-                steps[id(p)] = done if isinstance(done, Tensor) else torch.tensor(done)
+            if (count := state.get("step")) is not None:
+                steps[id(p)] = count if isinstance(count, Tensor) else torch.tensor(count)
     return steps

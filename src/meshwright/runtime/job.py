@@ -1,4 +1,4 @@
-"""``Job``: a model laid out over the mesh, ready to train. What ``parallelize`` returns."""
+"""``Job``: a model that is sharded over the mesh, ready to train. ``parallelize`` returns it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """A model over a mesh. Made by ``parallelize``; every method is called on every rank, alike.
+    """A model over a mesh. ``parallelize`` creates it. Every method must be called on every rank, in the same order.
 
     Attributes:
-        module: the model, its parameters laid out; its names are its own.
+        module: the model, with sharded parameters, under the names of the model on one device.
         recipe: every decision.
-        parts: of checkpoints that this rank has read or written so far, asynchronously too.
-        ledger: collectives of the view, in calls and bytes, and its fallbacks, since the start.
+        parts: how many parts of checkpoint files this rank has read or written so far, asynchronously too.
+        ledger: counts the collectives of tensor parallelism (calls, bytes) and its fallbacks, since the start.
         random: the generators of this rank.
-        guard: compares what ranks should hold alike, every so many steps.
+        guard: compares replicas every so many steps.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Job:
         if self.recipe.in_parts:
             scaled_together(self._held, ShardedModel.parameters, self.groups.device)
         self.parts = 0
-        runner.switches.note()  # what stands on modules now is of this library's making
+        runner.switches.note()  # hooks on modules so far are this library's
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -83,22 +83,22 @@ class Job:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
 
         Raises:
-            ReplicaError: on every rank, in the steps that compare ranks (``verify`` in the plan): ranks that should hold
-                the same bits do not.
-            RowsError: on every rank: this step's values have shown that its rows cannot be divided.
+            ReplicaError: on every rank, in steps that compare ranks (``verify`` in the plan): replicas are not bitwise equal.
+            RowsError: on every rank: the values of this step have shown that its rows cannot be divided.
             RankError: another rank failed within the step, or has ended: with its error. What this rank itself meets is raised
                 as it is. Either ends the job, on all ranks.
         """
         return self._steps.run(batch, backward=True)
 
     def finish_step(self) -> None:
-        """Acts on the loss of the last step, for which the host waits for its device.
+        """Checks that the loss of the last step is finite, for which the host waits for its device. Collective.
 
-        On a CPU each ``step`` does. On a GPU the next step does, or ``save``, so that the host does not wait. A loop that reads
-        the loss before ``optimizer.step()`` waits there, and may as well call it then. Collective.
+        On a CPU each ``step`` ends with this check. On a GPU it is made in the next step, or in ``save``, so that the
+        host does not wait. A loop that reads the loss before ``optimizer.step()`` waits there anyway, and should call
+        this there.
 
         Raises:
-            RowsError: on every rank: the loss is not finite, as its rows were run apart.
+            RowsError: on every rank: the loss is not finite, because its rows were divided.
         """
         with self._end.within(self._steps.number):
             self._division.finish_step()
@@ -109,8 +109,8 @@ class Job:
         return self._steps.run(batch, backward=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this rank's rows, its tensors whole; with a pipeline, on the ranks of its last stage, and
-        without gradients (None on other ranks)."""
+        """The model's output for this rank's rows, as full tensors. With a pipeline: on the ranks of the last stage, None
+        on others, and without gradients."""
         return self._steps.output(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -124,12 +124,12 @@ class Job:
             return self._clipping.norm()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank holds, for an optimizer; where it holds nothing, one parameter of no elements, as optimizers refuse
-        an empty list."""
+        """The parameters of this rank, for an optimizer; if it has none, one without elements, as optimizers refuse an
+        empty list."""
         return self._held.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As on one device, by the model's own names."""
+        """(name, parameter) of each parameter of this rank, by the names of the model on one device."""
         return self._held.named_parameters()
 
     def batches(
@@ -167,25 +167,27 @@ class Job:
         self, folder: str | os.PathLike[str], optimizer: Optimizers = None, *, step: int, scheduler: Any = None,
         data: Any = None, extra: Any = None, keep: int | None = None, wait: bool = True,
     ) -> Saving:  # fmt: skip
-        """Saves what it takes to go on, in any layout: ``folder/step-00000100``, which is there only once it is complete.
+        """Saves a checkpoint from which training can resume in any layout: ``folder/step-00000100``, which exists only
+        once it is complete.
 
-        Every rank writes its own pieces (``torch.distributed.checkpoint``) under the names of one device; none holds
-        more than its share and one tensor. Random numbers, the plan and the recipe are saved with it.
+        Every rank writes its own shards (``torch.distributed.checkpoint``), under the names of the model on one device;
+        none needs memory for more than its shards and one tensor. The states of generators, the plan and the recipe are
+        saved too.
 
         Args:
-            folder: of checkpoints; one that all ranks see.
-            optimizer: one, or several of different parameters.
-            step: optimizer steps that were done.
+            folder: the folder of the run's checkpoints, on a file system that all ranks share.
+            optimizer: one, or several with different parameters.
+            step: the number of optimizer steps that were done.
             scheduler: of learning rates: anything with ``state_dict()``.
-            data: what ``batches`` returned: where to go on. Anything with ``state_dict()``.
-            extra: what else to give back at load: tensors, numbers, text, and lists, tuples and dicts of them; rank 0's.
-            keep: how many checkpoints to keep in the folder, the newest; None keeps all.
-            wait: False copies what there is to save, and writes while training goes on. One at a time: the next
-                save or load waits for it.
+            data: the position in the data: what ``batches`` returned, or anything with ``state_dict()``.
+            extra: other values that ``load`` returns: tensors, numbers, text, and lists, tuples and dicts of them; rank 0's.
+            keep: how many of the newest checkpoints stay in the folder; None: all.
+            wait: False copies the state, and writes it while training goes on. Only one save runs at a time: the next save or
+                load waits for it.
 
         Raises:
-            CheckpointError: on every rank: some rank could not save or write, whatever the reason, and nothing of it is
-                left; or it would not load.
+            CheckpointError: on every rank: some rank failed to save, for whatever reason, and the unfinished checkpoint was
+                removed; or the checkpoint could not be loaded again.
         """
         self._end.check()
         return self._checkpoints.save(
@@ -194,28 +196,32 @@ class Job:
         )  # fmt: skip
 
     def saved(self) -> None:
-        """Waits for a checkpoint that is still being written. Raises CheckpointError where that failed."""
+        """Waits until a checkpoint that is still being written is complete.
+
+        Raises:
+            CheckpointError: writing it failed.
+        """
         self._checkpoints.saved()
 
     def load(
         self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
         verify: bool = True, or_before: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Goes on from a checkpoint, whatever layout it was saved under: each rank reads its own slices.
+        """Resumes from a checkpoint of any layout: each rank reads its own slices.
 
         Args:
-            path: a checkpoint, or a folder of them: the newest.
-            optimizer: as given to ``save``; made as it was then.
+            path: a checkpoint; or a folder of checkpoints, of which the newest is loaded.
+            optimizer: like the one given to ``save``, created in the same way.
             scheduler: likewise.
             data: likewise.
-            verify: read all of it first, the ranks together, and compare it with its checksums.
-            or_before: of a folder, if its newest checkpoint is damaged, take the one before; the notes of what is
-                returned say so. Else that is an error. For runs that are started again without a person.
+            verify: first read the whole checkpoint, each rank a part, and compare it with its checksums.
+            or_before: if the newest checkpoint in a folder is damaged, load the one before, and say so in the notes of
+                the result; else that is an error. For runs that are restarted without a person.
 
         Raises:
-            CheckpointError: on every rank: it is damaged, naming file and tensor, or is not this model's. Nothing has
-                been changed then. Or some rank could not read what it had found whole before, or an object did not take
-                its state back: then values are in part those of the checkpoint.
+            CheckpointError: on every rank: it is damaged (with file and tensor), or belongs to another model; then nothing was
+                changed. Or some rank could not read what was readable before, or an object refused its state; then some values
+                are those of the checkpoint.
         """
         self._end.check()
         loaded = self._checkpoints.load(
@@ -226,20 +232,20 @@ class Job:
         return loaded
 
     def load_pretrained(self, folder: str | os.PathLike[str], *, strict: bool = True) -> Pretrained:
-        """Fills parameters and persistent buffers from safetensors: this rank's slices are read, and nothing else.
+        """Fills parameters and persistent buffers from safetensors. Each rank reads only its own slices.
 
         Args:
-            folder: ``model.safetensors``, or ``model.safetensors.index.json`` and its files; or a single file. Names are
-                those of the model on one device; a base model's prefix may be missing or too much; what transformers
-                renames and converts on loading, it does here too. Values take the parameters' types.
-            strict: False leaves parameters that the folder lacks (a new head) as they are, and what the model lacks
-                unread.
+            folder: has ``model.safetensors``, or ``model.safetensors.index.json`` and its files; or a single file. Names are
+                those of the model on one device; a base model's prefix may be missing or superfluous; renames and
+                conversions of transformers are applied. Values are cast to the parameters' dtypes.
+            strict: False: parameters that the folder lacks (a new head) stay as they are, and names that the model lacks are
+                skipped.
 
         Returns:
-            What was missing and what was not expected.
+            Which names were missing, and which were not expected.
 
         Raises:
-            PlanError: every problem, before anything is changed; on every rank alike.
+            PlanError: all problems at once, before anything is changed; on every rank.
         """
         self._end.check()
         loaded = self._checkpoints.load_pretrained(folder, self.count_file, strict=strict)
@@ -247,10 +253,10 @@ class Job:
         return loaded
 
     def count_file(self) -> None:
-        """A part of a file was read or written: a watch sees that this rank gets on."""
+        """Counts a part of a file that was read or written, which the watchdog takes as progress of this rank."""
         self.parts += 1
 
-    # --- what it is, and where it is --------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -259,28 +265,27 @@ class Job:
 
     @property
     def steps_before(self) -> int:
-        """Optimizer steps of the checkpoint that was loaded, less the calls of ``step`` until then."""
+        """Optimizer steps of the loaded checkpoint minus the calls of ``step`` before it was loaded."""
         return self._steps.before
 
     @property
     def pipeline(self) -> Executor | None:
-        """What runs this rank's stages, with when each action of the last step ran and what was sent; None if each forward
-        runs as a whole."""
+        """Runs this rank's stages, and has the times and transfers of the last step; None if each forward runs as a whole."""
         return self._runner.pipeline
 
     @property
     def rows(self) -> str:
-        """How rows of a batch combine into its loss: ``auto`` until the first step has found out."""
+        """How rows of a batch combine into its loss; ``auto`` before the first step."""
         return self._division.rows
 
     @property
     def runner(self) -> Runner:
-        """What runs forwards and backwards of this rank."""
+        """Runs the forwards and backwards of this rank."""
         return self._runner
 
     @property
     def waiting(self) -> CommunicationTimer:
-        """How long this rank waits for others."""
+        """Measures how long this rank waits for others."""
         return self._runner.waiting
 
     @property
@@ -290,15 +295,15 @@ class Job:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The recipe's notes, and what was found out since."""
+        """The recipe's notes, and what was found out since planning."""
         programs = self._programs.notes if self._programs is not None else ()
         return (*self.recipe.notes, *self._steps.notes, *programs)
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def observe(self, optimizer: Optimizers = None) -> Iterator[Observer]:
-        """Follows one step: when each action, transfer, collective, the clipping and the optimizer began and ended.
+        """Records one step: when each action, transfer, collective, the clipping and the optimizer began and ended.
 
             with job.observe(optimizer) as seen:
                 loss = job.step(batch)
@@ -306,21 +311,21 @@ class Job:
                 optimizer.step()
             seen.timeline  # a Timeline on rank 0; None on other ranks
 
-        Of each place on the pipeline axis the first rank is followed. All ranks meet before and after: a barrier, and two
-        gathers of a few bytes for each event. Other steps have none of that.
+        The first rank at each coordinate of the pipeline axis is recorded. It costs a barrier, and two gathers of a few
+        bytes for each event. Other steps cost nothing.
 
         Args:
-            optimizer: one, or several, whose steps are followed.
+            optimizer: one, or several, whose steps are recorded.
         """
-        several = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
-        with observing(self._runner.stages, self.ledger, several) as observer:
+        optimizers = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        with observing(self._runner.stages, self.ledger, optimizers) as observer:
             yield observer
 
     def program(self, module: str) -> LocalProgram:
-        """What a module does on this rank, as it was recorded: ``print(job.program("layers.0").text())``.
+        """The recorded program of a module on this rank: ``print(job.program("layers.0").text())``.
 
         Raises:
-            LookupError: it has no program, and why.
+            LookupError: it has none; says why.
         """
         program = self._programs.program(module) if self._programs is not None else None
         if program is None:
@@ -333,33 +338,34 @@ class Job:
         return program
 
     def shard_map(self) -> Any:
-        """Which rank holds what, as data (see ``meshwright.shard_map``)."""
-        from meshwright.draw.facts import shard_map  # drawing is loaded when something is drawn
+        """Which rank has which slices, as data (see ``meshwright.shard_map``)."""
+        from meshwright.draw.facts import shard_map  # imported when something is drawn
 
         return shard_map(self.recipe)
 
     def mismatches(self) -> tuple[Mismatch, ...]:
-        """Parameters of which a rank really holds something else than the recipe says; the same on all ranks. Collective."""
+        """Parameters of which a rank has something else than the recipe says; the same result on all ranks. Collective."""
         return mismatches(self._held)
 
     def report(self, title: str = "") -> Any:
-        """Everything there is to see of this job (see ``meshwright.report``), its ``mismatches`` as an alarm. Collective."""
-        from meshwright.draw.report import report  # drawing is loaded when something is drawn
+        """The report of this job (see ``meshwright.report``); ``mismatches`` are shown as an alarm. Collective."""
+        from meshwright.draw.report import report  # imported when something is drawn
 
         return report(self.recipe, title=title or type(self.module).__name__, mismatches=self.mismatches())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 every parameter and persistent buffer, whole, on CPU; empty elsewhere. Gathered one at a time."""
+        """Every parameter and persistent buffer as a full tensor, on rank 0 and CPU; empty on other ranks. Gathered one
+        by one."""
         return self._held.full_state_dict()
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Each buffer in turn, as the rank has it whose forward changes it: on rank 0; None elsewhere."""
+        """Each buffer in turn, from the rank whose forward changes it: on rank 0; None on other ranks."""
         return self._held.whole_buffers()
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
-        """Each parameter in turn: whole on rank 0, None elsewhere."""
+        """Each parameter in turn: the full tensor on rank 0, None on other ranks."""
         return self._held.whole_parameters()
 
     def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
-        """Each parameter's gradient in turn: whole on rank 0; None elsewhere, and where there is no gradient."""
+        """Each parameter's gradient in turn: the full tensor on rank 0; None on other ranks, and if there is no gradient."""
         return self._held.whole_gradients()

@@ -1,13 +1,13 @@
-"""``JobEnd``: an error that one rank alone meets ends the job on all ranks, soon, each with an error that says why.
+"""``JobEnd``: an error on one rank ends the job on all ranks within seconds; each raises an error that says why.
 
-    rank 1   ValueError in its forward ─ tells it ─ closes its connections ─ raises ValueError
-    rank 0   waits in a collective ············· loses rank 1 ─ looks up why ─ raises RankError: rank 1 failed: ValueError …
-    rank 2   computes ······································· loses rank 0 ─ looks up why ─ raises RankError: rank 1 …
+    rank 1   ValueError in its forward ─ reports it ─ closes its connections ─ raises ValueError
+    rank 0   waits in a collective ················ loses rank 1 ─ looks up why ─ raises RankError: rank 1 failed: ValueError …
+    rank 2   computes ·········································· loses rank 0 ─ looks up why ─ raises RankError: rank 1 …
 
-Some errors are raised on all ranks alike, as they have told each other: a batch without rows, say. A person may catch those
-and go on, and nothing of a step has been done then. After all others the job takes no further step: some ranks have done a
-part of one, FSDP2's units are half gathered, and what was sent is still under way. That holds also if all ranks meet the same
-error, each by itself (a ValueError of the forward, say): each raises its own then.
+Some errors are raised on all ranks together, after an exchange: for a batch without rows, say. No part of the step has
+run then, and a person may catch the error and go on. After any other error the job takes no further step: some ranks have
+run a part of one, FSDP2 units are gathered, and transfers are under way. This holds too if every rank has the same error
+by itself (a ValueError in the forward, say): then each raises its own.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from meshwright.runtime.groups import Groups, backend_of
 from meshwright.watch.first_cause import Cause, FirstCause
 from meshwright.workers.pool import LOST_PEER
 
-_TOLD: tuple[type[Exception], ...] = (CheckpointError, RowsError, UnfrozenError)  # wherever they are raised
-_TIMED_OUT = re.compile(r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE)
-_MOST = 2_000  # characters of an error that other ranks are told
+_SHARED: tuple[type[Exception], ...] = (CheckpointError, RowsError, UnfrozenError)  # always raised on all ranks
+_TIMED_OUT = re.compile(
+    r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE
+)  # of gloo and NCCL
+_MOST = 2_000  # characters of an error that are sent to other ranks: every rank prints them
 
 
 class JobEnd:
-    """Ends a job of several ranks.
+    """Ends a job of several ranks. Created on all ranks at the same time: collective.
 
     Args:
-        groups: of the job; all ranks make this at once.
+        groups: the process groups of the job.
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._groups, self._over = groups, ""
-        self._told: Exception | None = None
+        self._groups = groups
+        self._over = ""  # why the job has ended; empty while it runs
+        self._told: Exception | None = None  # an error of this rank that all ranks know of
         self._first: FirstCause | None = None
         if dist.get_world_size() > 1 and backend_of(groups.hosts.get(""), torch.device("cpu")) == "gloo":
             name = [uuid4().hex]
@@ -50,11 +53,11 @@ class JobEnd:
 
     @contextmanager
     def within(self, step: int, *alike: type[Exception]) -> Iterator[None]:
-        """What runs within needs all ranks: an error that this rank alone meets ends the job on all.
+        """Around code that needs all ranks: an error on this rank ends the job on all ranks.
 
         Args:
             step: as errors call it.
-            alike: errors that all ranks raise, as they have told each other.
+            alike: types of errors that all ranks raise together, after an exchange. These do not end the job.
 
         Raises:
             RankError: another rank failed, or has ended; or the job ended before.
@@ -70,13 +73,14 @@ class JobEnd:
             raise
 
     def told(self, error: Exception | None) -> None:
-        """This error, whichever it is, is told to all ranks."""
+        """Notes an error of this rank, of any type, that is reported to all ranks."""
         self._told = error
 
     def _all_raise(self, error: BaseException, alike: tuple[type[Exception], ...]) -> bool:
-        # What the model's own code is refused only those ranks see that run it.
-        of_one = isinstance(error, PlanError) and error.subject == "this model"
-        return error is self._told or (isinstance(error, (*_TOLD, *alike)) and not of_one)
+        """Whether all ranks raise this error, after an exchange."""
+        # Code of the model that is refused raises this only on the ranks that run it.
+        of_some = isinstance(error, PlanError) and error.subject == "this model"
+        return error is self._told or (isinstance(error, (*_SHARED, *alike)) and not of_some)
 
     def check(self) -> None:
         """Raises RankError if the job has ended."""
@@ -84,24 +88,28 @@ class JobEnd:
             raise RankError(self._over)
 
     def _end(self, error: BaseException, step: int) -> RankError | None:
-        """Tells the other ranks, and closes what connects them with this one. The error of another rank, if this one follows
-        from it."""
+        """Ends the job: reports the error to the other ranks, and closes the connections to them.
+
+        Returns:
+            The error of the other rank, if ``error`` follows from its loss; else None.
+        """
         assert self._first is not None
-        lost = _is_of_another(error)
-        mine = Cause(self._groups.rank, step, _told(error))
-        self._first.tell(mine, lost=lost)
+        lost = _is_lost_peer(error)
+        own = Cause(self._groups.rank, step, _text(error))
+        self._first.tell(own, lost=lost)
         self._close()
-        cause = self._first.awaited() if lost else mine
+        cause = self._first.awaited() if lost else own
         if isinstance(cause, Cause):
             step, cause = cause.step, f"rank {cause.rank} failed: {cause.text}"
         self._over = f"step {step}: {cause}"
         if lost:
             return RankError(self._over, first=True)
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"on rank {mine.rank}, in step {mine.step}: this ends the job, on all ranks")
+            error.add_note(f"on rank {own.rank}, in step {own.step}: this ends the job, on all ranks")
         return None
 
     def _close(self) -> None:
+        """Closes the connections of this rank, so that ranks that wait for it stop waiting."""
         assert self._first is not None
         self._first.close_connections()
         for group in (dist.group.WORLD, *self._groups.made):
@@ -110,8 +118,8 @@ class JobEnd:
                     group.abort()
 
 
-def _is_of_another(error: BaseException | None) -> bool:
-    """Whether an error is that of a collective whose other ranks failed."""
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether an error is one of a collective that has lost another rank, or has an error like that as its cause."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistError) or LOST_PEER.search(text) or _TIMED_OUT.search(text):
@@ -120,8 +128,8 @@ def _is_of_another(error: BaseException | None) -> bool:
     return False
 
 
-def _told(error: BaseException) -> str:
-    """An error as other ranks tell it: what it says, and where it came up."""
+def _text(error: BaseException) -> str:
+    """An error for other ranks: its message, and the line of code that raised it."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     file, _, line = blame.line_of(error).rpartition(":")
     shown = text if len(text) <= _MOST else text[:_MOST] + " …"

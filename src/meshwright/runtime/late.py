@@ -1,4 +1,4 @@
-"""``Late``: a few numbers that a device has yet to compute, and the host reads when they are there."""
+"""``Late``: a few numbers that a device has yet to compute; the host reads them once they have arrived."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Late:
-    """Numbers on their way to the host. The device sends them when it comes to that; nothing waits until they are read.
+    """Numbers that are copied to the host asynchronously. Nothing waits for them until ``read``.
 
     Args:
-        numbers: of one dim.
+        numbers: a tensor of one dim.
     """
 
     _sent: Any
-    """The event after which the host has them; None: it has."""
+    """The event of the device after which the host has the numbers; None if they were on the host already."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers, self._sent = numbers.detach(), None
@@ -29,8 +29,8 @@ class Late:
             self._sent.record()
 
     def read(self) -> list[float]:
-        """The numbers. The host waits until the device has come to them, and for nothing that the device does after."""
+        """The numbers. The host waits until the device has computed and sent them, and for no later work of the device."""
         if self._sent is not None:
             self._sent.synchronize()
-        read: list[float] = self._numbers.tolist()
-        return read
+        numbers: list[float] = self._numbers.tolist()
+        return numbers

@@ -1,4 +1,4 @@
-"""``LocalParameters``: what stands for a parameter in a forward under the SPMD mode: its local part, made once."""
+"""``LocalParameters``: the local tensor that takes a parameter's place in a forward under the SPMD mode."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
 class _Counted(torch.autograd.Function):
-    """A parameter that several places share: its gradient is counted on one rank of each, and zeros on the others."""
+    """The identity, for a parameter that submeshes share. Backward keeps the gradient on one rank of each submesh, and
+    gives zeros on the others, as gradients are summed over all of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:
         ctx.counts = counts
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.set_materialize_grads(False)  # no gradient stays None
         return x.view_as(x)
 
     @staticmethod
@@ -38,78 +39,81 @@ class _Counted(torch.autograd.Function):
 
 
 def _state(p: DTensor) -> tuple[int, bool]:
-    """What a part of a parameter rests on: its memory, and whether it has a gradient."""
+    """What a local tensor of a parameter depends on: its memory, and whether it requires a gradient."""
     return storage_of(held_of(p)), p.requires_grad
 
 
 def _forget_moves(part: Tensor) -> None:
-    """Drops what the dispatcher noted on a tensor. A tensor without values (``FakeTensor``) has attributes of torch's."""
-    noted = vars(part)
-    for name in [name for name in noted if name.startswith("_mw_")]:
-        del noted[name]
+    """Deletes what the dispatcher stored on a tensor. Other attributes stay: those of a ``FakeTensor`` are torch's."""
+    attributes = vars(part)
+    for name in [name for name in attributes if name.startswith("_mw_")]:
+        del attributes[name]
 
 
 @dataclass(slots=True)
 class _Part:
-    """A parameter's local part, as it was made.
+    """A cached local tensor of a parameter.
 
     Attributes:
-        of: the parameter.
-        held: what this rank held of it then.
-        lasts: whether it begins no graph: it is as good in the next forward.
-        forward: the last forward that used it.
+        parameter: the parameter; ``local``: its local tensor when ``part`` was made.
+        part: the tensor that the forward sees.
+        lasts: whether ``part`` is a leaf of autograd on the parameter's own memory: then the next forward can use it too.
+        forward: the number of the last forward that used it.
     """
 
-    of: Tensor
-    held: Tensor
+    parameter: Tensor
+    local: Tensor
     part: Tensor
     lasts: bool
     forward: int
 
 
 class LocalParameters(Parts):
-    """A parameter → its local part, for the view.
+    """Maps a parameter to its local tensor, for the SPMD mode.
 
-    FSDP2 puts other Parameter objects in place while a unit is gathered; they are found by where they stand, once each.
-    While the view is on, a parameter has one local part, so that a gradient by the parameter can be asked for.
+    FSDP2 replaces Parameter objects while a unit is gathered; each is identified once, by its module and name. During a forward
+    a parameter has only one local tensor, so that ``torch.autograd.grad`` by the parameter works.
 
     Args:
-        stand_ins: what stands in modules in the place of objects that the model has elsewhere.
+        works: submesh → the dispatcher of its tp group.
+        stand_ins: id of a parameter's object that the model keeps elsewhere → (the object, the one that modules have in
+            its place).
 
     Attributes:
-        gradients: gives parameters those that come to their local parts.
+        gradients: hands the gradients of local tensors over to the parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
         recipe: Recipe,
-        works: Mapping[int, Dispatcher],
+        dispatchers: Mapping[int, Dispatcher],
         branching: Branching | None,
         stand_ins: StandIns,
     ) -> None:
         super().__init__(None)
         self.gradients = HandOver()
-        self._model, self._recipe, self._works, self._branching = model, recipe, works, branching
-        self._stand_ins, self._low = stand_ins, half_type(recipe)
-        self._several = any(len(line.places) > 1 for line in recipe.parameters)
+        self._model, self._recipe, self._dispatchers, self._branching = model, recipe, dispatchers, branching
+        self._stand_ins, self._half = stand_ins, half_type(recipe)
+        self._any_shared = any(len(line.places) > 1 for line in recipe.parameters)
+        # id of a parameter → (parameter, …); the parameter tells whether the id is still its own
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, _Part] = {}
         self._used: list[tuple[Any, _Part]] = []  # in this forward
-        self._forward = 0
+        self._forward = 0  # the number of the running forward
 
     def forget(self) -> None:
-        """The view goes off: the graph that parts are the beginning of, and what moves remember of them, are not needed any
-        more. What begins no graph stays for the next forward."""
-        for key, known in self._used:
-            part = known.part
-            if not known.lasts:
+        """The forward has ended: drops local tensors that are not leaves of autograd, with their graph, and what the dispatcher
+        stored on the others. These stay for the next forward."""
+        for key, cached in self._used:
+            part = cached.part
+            if not cached.lasts:
                 self._parts.pop(key, None)
             if not isinstance(part, GlobalTensor):
-                _forget_moves(part)  # a leaf stays; what moves remember of it does not
+                _forget_moves(part)
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
-            elif part._mw_silent or part._mw_apart:  # this forward noted something that is not true of the parameter
+            elif part._mw_silent or part._mw_apart:  # true only in this forward
                 self._parts.pop(key, None)
                 self.unsettle()
             else:
@@ -119,7 +123,7 @@ class LocalParameters(Parts):
         self._forward += 1
 
     def renew(self) -> None:
-        """Parts are made anew in the next forward: what was noted on those of a trial, as their type, is not true of a step."""
+        """Drops all local tensors, after a trial: some properties of them (their dtype) differ in a step."""
         self._parts.clear()
         self.unsettle()
 
@@ -132,44 +136,50 @@ class LocalParameters(Parts):
             if not self._stand_ins or (stand_in := self._stand_ins.get(id(x))) is None or stand_in[0] is not x:
                 return None
             x = stand_in[1]
-        running = self._branching.running[-1] if self._branching is not None and self._several else 0
+        running = self._branching.running[-1] if self._branching is not None and self._any_shared else 0
         trains = x.requires_grad
         key = id(x), trains, trains and torch.is_grad_enabled(), torch.is_inference_mode_enabled(), running
-        known = self._parts.get(key)
-        if known is not None and known.of is x:
-            if known.forward == self._forward:
-                return known.part
-            if held_of(x) is known.held and not hooked(x):
-                known.forward = self._forward
-                self._note_use(key, known)
-                return known.part
+        cached = self._parts.get(key)
+        if cached is not None and cached.parameter is x:
+            if cached.forward == self._forward:
+                return cached.part
+            if held_of(x) is cached.local and not hooked(x):
+                cached.forward = self._forward
+                self._note_use(key, cached)
+                return cached.part
         if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
-            return None  # with more axes it is FSDP2's, at rest
-        held, part = held_of(x), self._part(x, line)
-        local = local_of(part)
-        lasts = local.is_leaf and storage_of(local) == storage_of(held) and not torch.is_inference_mode_enabled()
-        known = self._parts[key] = _Part(x, held, part, lasts, self._forward)
-        self._note_use(key, known)
+            return None  # with more axes than tp it is a shard of FSDP2's, which is not gathered
+        local, part = held_of(x), self._part(x, line)
+        part_local = local_of(part)
+        lasts = (
+            part_local.is_leaf and storage_of(part_local) == storage_of(local) and not torch.is_inference_mode_enabled()
+        )
+        cached = self._parts[key] = _Part(x, local, part, lasts, self._forward)
+        self._note_use(key, cached)
         if lasts:
             self.unsettle()  # there may have been another part, which lasted
         return part
 
-    def _note_use(self, key: Any, known: _Part) -> None:
-        self._used.append((key, known))
-        self.touched.add(id(known.of))
+    def _note_use(self, key: Any, cached: _Part) -> None:
+        """Notes that this forward uses a local tensor."""
+        self._used.append((key, cached))
+        self.touched.add(id(cached.parameter))
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
+        """The tensor that a forward sees for a parameter: a global tensor if it is sharded over tp."""
         local = self._leaf(x)
         if len(line.places) > 1 and self._branching is not None:
             local = _Counted.apply(local, self._branching.counts(line.places))
-        local = as_computed(local, line, self._low)
+        local = as_computed(local, line, self._half)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Shard):
-            return GlobalTensor(local, line.tp, self._works[line.place], parameter=(line.name, tuple(range(x.dim()))))
+            return GlobalTensor(
+                local, line.tp, self._dispatchers[line.place], parameter=(line.name, tuple(range(x.dim())))
+            )
         return local
 
     def _leaf(self, x: DTensor) -> Tensor:
-        """The parameter's local part, the same for as long as nothing about it changes that autograd cares for."""
+        """The parameter's local tensor; the same object until its memory, or whether it requires a gradient, changes."""
         if torch.is_inference_mode_enabled() or hooked(x):
             return local_part(x, self.gradients)
         state = _state(x)
@@ -179,9 +189,10 @@ class LocalParameters(Parts):
         return leaf[2]
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
-        known = self._lines.get(id(x))
-        if known is None or known[0] is not x:
+        """The recipe's line of a parameter; None if it is not one of the model."""
+        found = self._lines.get(id(x))
+        if found is None or found[0] is not x:
             for name, _, _, p in places(self._model):
                 self._lines[id(p)] = (p, self._recipe.by_name[name])
-            known = self._lines.get(id(x))
-        return known[1] if known is not None and known[0] is x else None
+            found = self._lines.get(id(x))
+        return found[1] if found is not None and found[0] is x else None

@@ -1,7 +1,7 @@
-"""What a forward may leave on its modules: buffers, hooks of forwards, and attributes that are tensors, numbers or containers
-of these.
+"""``ModuleState``: the state that a forward may change on its modules: buffers, forward hooks, and attributes that are tensors,
+numbers or containers of these.
 
-Parameters, submodules and other hooks are not part of it: these are the optimizer's, the layout's and FSDP2's.
+Parameters, submodules and other hooks are not part of it: they belong to the optimizer, to the layout and to FSDP2.
 """
 
 from __future__ import annotations
@@ -26,40 +26,44 @@ from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import whole
 from meshwright.spmd.tensor import GlobalTensor
 
+# Types of immutable values, which hold no tensors and need no copy.
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
 )  # a model may register some in its first forward, and note that it has
-_DEPTH = 4  # how far into containers and plain objects to look
-_Holder = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
+# How many containers and plain objects deep tensors are looked for. Caches are about two deep (layers → keys and values);
+# without an end, an object that refers to half the program would be copied whole before each step.
+_DEPTH = 4
+_Holder = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]  # what state is stored in, and written back to
 
 
 class ModuleState:
-    """The state of a module and of the modules in it, as it is when this is made.
+    """A snapshot of the state of a module and of its submodules.
 
-    Tensors are copied, as a forward may write to them in place; tensors with a gradient are kept as they are.
+    Tensors are copied, as a forward may write to them in place. Tensors that require a gradient are not: they are referred to.
 
     Args:
-        parameters: those that a forward may write to (the average of another's, in a momentum encoder).
+        parameters: parameters that a forward may write to (in a momentum encoder: a moving average of others).
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._module = module
         self._parameters = [_Written.of(p) for p in parameters]
-        self._contents: list[tuple[_Holder, Any]] = []  # what holds values, and a copy of what it holds
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._contents: list[tuple[_Holder, Any]] = []  # (container, its content)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor → (the tensor, its copy)
         for holder in holders(module):
             self._contents.append((holder, content_of(holder)))
             for value in _values(holder):
                 self._copy_within(value)
 
     def now(self) -> ModuleState:
-        """The same of what it is now."""
+        """A new snapshot of the same module and parameters."""
         return ModuleState(self._module, [p.parameter for p in self._parameters])
 
     def _copy_within(self, value: Any) -> None:
+        """Copies a tensor, or the tensors in a tuple."""
         if isinstance(value, tuple):
             for item in value:
                 self._copy_within(item)
@@ -68,8 +72,9 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """For the time of a block the modules have this state, in tensors of its own; then that of before the block."""
-        now = [(holder, content_of(holder)) for holder, _ in self._contents]
+        """Within the block the modules have the state of the snapshot, in new copies of its tensors; after it they have
+        again the state of before."""
+        before = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [_Written.of(p.parameter) for p in self._parameters]
         for holder, content in self._contents:
@@ -79,7 +84,7 @@ class ModuleState:
         try:
             yield
         finally:
-            for holder, content in now:
+            for holder, content in before:
                 fill(holder, content)
             for p in written:
                 p.restore()
@@ -87,36 +92,39 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class _Written:
-    """A parameter that a forward may write to: where its values stood, which they were, and how often it had been written.
+    """A snapshot of a parameter that a forward may write to.
 
-    To autograd a restored parameter is as often written as before: a forward that begins with it and writes to it leaves
-    what earlier forwards of the step have left, and have saved for their backward, which may be still to come.
+    The version counter is restored too. Else autograd would refuse the backward of an earlier forward of the step, which has
+    saved the parameter: the restored values are the ones that it saved.
+
+    Attributes:
+        local: this rank's local tensor of the parameter; ``value``: a copy of it; ``version``: its version counter.
     """
 
     parameter: nn.Parameter
-    held: Tensor
+    local: Tensor
     value: Tensor
     version: int | None
 
     @classmethod
     def of(cls, p: nn.Parameter) -> _Written:
-        held = local_tensor(p).detach()
-        return cls(p, held, held.clone(), version(held))
+        local = local_tensor(p).detach()
+        return cls(p, local, local.clone(), version(local))
 
     def restore(self) -> None:
-        """The parameter stays the same object; where the forward has put other memory in its place (``p.data = ...``), it
-        has that of before."""
+        """Writes the values back. The parameter stays the same object; if the forward gave it other memory (``p.data =
+        ...``), it gets its former memory back."""
         now = local_tensor(self.parameter)
-        if now.data_ptr() != self.held.data_ptr() or now.dtype != self.held.dtype:
-            now.data = self.held
-        self.held.data.copy_(self.value)
-        set_version(self.held, self.version)
+        if now.data_ptr() != self.local.data_ptr() or now.dtype != self.local.dtype:
+            now.data = self.local
+        self.local.data.copy_(self.value)
+        set_version(self.local, self.version)
 
 
 def _copy(value: Tensor) -> Tensor:
-    """A copy that a forward does not see being made: to a stage, a copy of one of the model's values would be an event."""
+    """Copies a tensor outside all modes: else a stage would record the copy as an operator of the model."""
     if isinstance(value, Placeholder):
-        return value  # its memory is on other ranks
+        return value  # its values are on other ranks
     with torch.no_grad(), without_modes():
         copy: Tensor = (
             value._mw_dispatcher.call(Tensor.clone, (value,), {})
@@ -127,61 +135,64 @@ def _copy(value: Tensor) -> Tensor:
 
 
 class Leftovers:
-    """What forwards leave on the modules of a model as global tensors.
+    """Global tensors that forwards leave on the modules of a model.
 
-    Most modules have constants and plain buffers alone. These are looked into again only if one of them has got, or lost,
-    something since: what they hold is compared, after each step, with what it was.
+    Most modules have only constants and plain buffers. These are searched again only if one of them got, or lost, a value:
+    after each step their values are compared with those at the last search.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._holders: list[Mapping[str, Any]] = []  # of the plain modules: attributes, buffers
-        self._then: list[Any] = []  # what is in these
+        self._holders: list[Mapping[str, Any]] = []  # of plain modules: dicts of attributes and buffers
+        self._values_then: list[Any] = []  # the values in these at the last search
         self._children: list[Mapping[str, Any]] = []
         self._children_then: list[Mapping[str, Any]] = []
-        self._noteworthy: list[nn.Module] | None = None
+        self._candidates: list[nn.Module] | None = None
 
     def make_whole(self) -> None:
-        """They become plain tensors, whole on every rank: a buffer that a forward assigned, a list of statistics. Whoever reads
-        it later, on one rank alone perhaps, then finds what one device has. Collective over the ranks that ran the forward."""
-        if self._noteworthy is None or not self._is_as_it_was():
-            self._look()
+        """Gathers them (an assigned buffer, a list of statistics) into full tensors on every rank, so that later code finds
+        what it finds on one device, also if it runs on one rank alone. Collective over the ranks that ran the forward."""
+        if self._candidates is None or not self._is_unchanged():
+            self._search()
         seen: set[int] = set()
-        for holder in (holder for within in self._noteworthy or () for holder in _of_module(within, seen)):
-            if any(map(_has_view, _values(holder))):
+        for holder in (
+            holder for submodule in self._candidates or () for holder in _holders_of_module(submodule, seen)
+        ):
+            if any(map(_has_global_tensor, _values(holder))):
                 _make_whole(holder)
 
-    def _look(self) -> None:
+    def _search(self) -> None:
+        """Finds the modules that may have global tensors, and notes the values of the others."""
         modules = list(modules_of(self._model))
         plain = {id(m) for m in modules if _is_plain(m)}
-        self._noteworthy = [m for m in modules if id(m) not in plain]
-        mine = [m for m in modules if id(m) in plain and not is_scripted(m)]
-        self._holders = [holder for m in mine for holder in (vars(m), buffers_in(m))]
-        self._then = _everything(self._holders)
+        self._candidates = [m for m in modules if id(m) not in plain]
+        others = [m for m in modules if id(m) in plain and not is_scripted(m)]
+        self._holders = [holder for m in others for holder in (vars(m), buffers_in(m))]
+        self._values_then = _all_values(self._holders)
         self._children = [vars(m)["_modules"] for m in modules]
         self._children_then = [dict(children) for children in self._children]
 
-    def _is_as_it_was(self) -> bool:
-        now = _everything(self._holders)
-        same = len(now) == len(self._then) and all(map(is_, now, self._then))
+    def _is_unchanged(self) -> bool:
+        now = _all_values(self._holders)
+        same = len(now) == len(self._values_then) and all(map(is_, now, self._values_then))
         return same and self._children == self._children_then
 
 
-def _everything(holders: Iterable[Mapping[str, Any]]) -> list[Any]:
+def _all_values(holders: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [*chain.from_iterable(holder.values() for holder in holders)]
 
 
 def _make_whole(holder: _Holder) -> None:
     if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
-        holder.update({k: _whole(v) for k, v in holder.items() if k not in internal})
-    elif not isinstance(holder, set):  # a set holds no global tensors: they are not hashable
+        holder.update({k: _full(v) for k, v in holder.items() if k not in internal})
+    elif not isinstance(holder, set):  # a set has no global tensors: they are not hashable
         for i, value in enumerate(holder):
-            holder[i] = _whole(value)
+            holder[i] = _full(value)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has constants and plain buffers alone, as most do: told at once."""
+    """Whether a module has only constants and plain buffers, as most modules do. A quick check."""
     if is_scripted(module):
         return True
     attributes = vars(module)
@@ -196,38 +207,41 @@ def _is_plain_tuple(value: Any) -> bool:
     return type(value) is tuple and all(type(item) in _CONSTANT for item in value)
 
 
-def _has_view(value: Any) -> bool:
-    return isinstance(value, GlobalTensor) or (type(value) is tuple and any(map(_has_view, value)))
+def _has_global_tensor(value: Any) -> bool:
+    return isinstance(value, GlobalTensor) or (type(value) is tuple and any(map(_has_global_tensor, value)))
 
 
-def _whole(value: Any) -> Any:
-    return tuple(map(_whole, value)) if type(value) is tuple else whole(value)
+def _full(value: Any) -> Any:
+    """A value, with a global tensor gathered. Collective."""
+    return tuple(map(_full, value)) if type(value) is tuple else whole(value)
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is a tensor that a forward may leave on a module: no parameter."""
+    """Whether a value is a tensor that belongs to the state: no parameter."""
     return isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, DTensor))
 
 
 def holds_parameters(value: Any) -> bool:
-    """Whether a value is a container of parameters, as recurrent modules have one: FSDP2 puts others in their place in it
-    while they are gathered, and a copy of it would hold those for ever."""
+    """Whether a value is a container of parameters, as recurrent modules have. FSDP2 replaces its items while parameters are
+    gathered; a copy of the container would keep the gathered ones alive."""
     return isinstance(value, (dict, list, set, deque)) and any(isinstance(x, nn.Parameter) for x in _values(value))
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's plain attributes: name and value."""
+    """(name, value) of each attribute that ``nn.Module`` does not define."""
     return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
 
 
 def holders(module: nn.Module) -> Iterator[_Holder]:
-    """Everything that holds state of a module and of the modules in it: dicts of attributes and buffers, containers."""
+    """Every container with state of a module and of its submodules: the dicts of their attributes and buffers, and containers
+    in attributes."""
     seen: set[int] = set()
-    for within in module.modules():
-        yield from _of_module(within, seen)
+    for submodule in module.modules():
+        yield from _holders_of_module(submodule, seen)
 
 
-def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
+def _holders_of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
+    """The containers with state of one module; ``seen``: ids of objects that were looked at before."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -239,15 +253,16 @@ def _of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
     yield from (attributes[name] for name in _HOOKS)
     for key, value in list(attributes.items()):
         if type(value) not in _CONSTANT and key not in _INTERNAL:
-            yield from _within(value, seen, _DEPTH)
+            yield from _holders_within(value, seen, _DEPTH)
 
 
-def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
+def _holders_within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
+    """The containers with state in the value of an attribute, up to ``depth`` deep."""
     if type(value) in _CONSTANT or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
         return
-    if isinstance(value, nn.Module):  # one that stands in a container, where torch does not find it
+    if isinstance(value, nn.Module):  # in a plain container, where torch does not find it
         for module in value.modules():
-            yield from _of_module(module, seen)
+            yield from _holders_of_module(module, seen)
         return
     items: Any = ()
     if isinstance(value, tuple):
@@ -262,10 +277,11 @@ def _within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
         yield attributes_in(value)
     seen.add(id(value))
     for item in items:
-        yield from _within(item, seen, depth - 1)
+        yield from _holders_within(item, seen, depth - 1)
 
 
 def _values(holder: _Holder) -> list[Any]:
+    """The values in a container; of a module's attributes, those that may be state."""
     if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
         return [value for key, value in holder.items() if key not in internal]
@@ -273,33 +289,38 @@ def _values(holder: _Holder) -> list[Any]:
 
 
 def content_of(holder: _Holder) -> Any:
-    """What a container holds, for ``fill``."""
+    """A shallow copy of a container's items, for ``fill``."""
     return dict(holder) if isinstance(holder, MutableMapping) else list(holder)
 
 
 def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-    """Puts a content back, with the copies of its tensors. Of a module's attributes, those that are state."""
+    """Writes items back to a container. Of a module's attributes only those that may be state are written.
+
+    Args:
+        content: from ``content_of``.
+        copies: id of a tensor → the copy that takes its place.
+    """
     if isinstance(holder, MutableMapping):
         internal = _INTERNAL if "_parameters" in holder else ()
         for key in [k for k in holder if k not in content and k not in internal]:
             del holder[key]
         for key, value in content.items():
             if key not in internal:
-                holder[key] = _own(value, copies)
+                holder[key] = _with_copies(value, copies)
     elif isinstance(holder, set):
         holder.clear()
         for value in content:
             holder.add(value)
     else:
         holder.clear()
-        holder.extend(_own(value, copies) for value in content)
+        holder.extend(_with_copies(value, copies) for value in content)
 
 
-def _own(value: Any, copies: Mapping[int, Tensor]) -> Any:
-    """A value, with the copies of its tensors. No function within ``fill``: one that calls itself would hold the copies until
-    Python collects garbage."""
+def _with_copies(value: Any, copies: Mapping[int, Tensor]) -> Any:
+    """A value, with copies in place of its tensors. A function of the module, not a closure of ``fill``: a recursive
+    closure is a reference cycle, which would hold the copies until the next garbage collection."""
     if isinstance(value, tuple) and copies:
-        items = [_own(item, copies) for item in value]
+        items = [_with_copies(item, copies) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,5 +1,5 @@
-"""``Observer``: when this rank began and ended what it does in one step: actions of the schedule, transfers, collectives,
-clipping, the optimizer. Of each place on the pipeline axis the first rank is observed.
+"""``Observer``: records when this rank began and ended each part of one step: actions of the schedule, transfers, collectives,
+clipping, the optimizer. The first rank at each coordinate of the pipeline axis is observed.
 
     with job.observe(optimizer) as seen:     a barrier, so that the clocks of nodes can be compared
         job.step(batch)
@@ -7,12 +7,12 @@ clipping, the optimizer. Of each place on the pipeline axis the first rank is ob
         optimizer.step()
     seen.timeline                            after one gather: a ``Timeline`` on rank 0, None on other ranks
 
-Zero is the moment at which the first rank of a node leaves the barrier: ranks of one node share a clock, those of another
-are off by no more than the time in which a barrier lets all ranks go. A step that nobody observes has neither barrier nor
-gather, and asks once for each action and each collective whether it is observed.
+Time is measured from the moment at which the first rank of a node leaves the barrier. Ranks of one node share a clock;
+clocks of different nodes are off by at most the time in which a barrier releases all ranks. A step that is not observed
+has no barrier and no gather; it checks once for each action and collective whether it is observed.
 
-A collective that the host waits for (on a CPU) ends when it has waited; any other when its future is done, for which the
-work's own callback marks the moment. A receive ends when the action that needs it has waited for it.
+A collective that the host waits for (on a CPU) ends when the wait ends; any other ends when its future is done, in whose
+callback the time is taken. A receive ends when the action that needs it has waited for it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.draw.timeline import Timeline
     from meshwright.runtime.pipeline.stages import Stages
 
+# part of the name of a function of torch.distributed → the kind of collective
 _KINDS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all", "all_to_all": "all_to_all",
@@ -53,8 +54,8 @@ class Collective:
     Attributes:
         axis: the axes along which the ranks of its group differ, joined by dots.
         start, stop: in seconds of the host's clock.
-        bytes: the larger of what is put in and what comes out.
-        waited: whether the host did nothing else until it had ended.
+        bytes: of its inputs or of its outputs, whichever are more.
+        waited: whether the host was blocked until it had ended.
     """
 
     axis: str
@@ -70,8 +71,8 @@ class Seen:
     """What one rank did in a step, in seconds.
 
     Attributes:
-        did: what, when it began, when it ended: actions; and ``step``, ``clip``, ``optimizer`` and other phases.
-        sent: bytes of each send; ``arrived``: when a receive had come.
+        did: (action, or ``step``, ``clip``, ``optimizer`` and other phases; its start; its end).
+        sent: (send, its bytes); ``arrived``: (receive, when it had arrived).
     """
 
     did: tuple[tuple[Action | str, float, float], ...]
@@ -80,20 +81,20 @@ class Seen:
     collectives: tuple[Collective, ...]
 
     def since(self, zero: float) -> Seen:
-        """The same in seconds since another moment."""
+        """The same times, in seconds since ``zero``."""
         return Seen(
             tuple((what, start - zero, stop - zero) for what, start, stop in self.did),
             self.sent,
             tuple((action, when - zero) for action, when in self.arrived),
-            tuple(replace(one, start=one.start - zero, stop=one.stop - zero) for one in self.collectives),
+            tuple(replace(c, start=c.start - zero, stop=c.stop - zero) for c in self.collectives),
         )
 
 
 class Observer:
-    """Follows one step of this rank.
+    """Records one step of this rank.
 
     Attributes:
-        timeline: the step in time, on rank 0, when it has been observed; None before, and on other ranks.
+        timeline: the times of the step, on rank 0, once it has been observed; None before, and on other ranks.
     """
 
     def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger) -> None:
@@ -110,14 +111,14 @@ class Observer:
 
     @contextmanager
     def doing(self, what: Action | str) -> Iterator[None]:
-        """For the time of an action, or of a phase of the step."""
+        """Records the block as an action, or as a phase of the step."""
         start = self._moments.now()
         yield
         self._did.append((what, start, self._moments.now()))
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """A phase in which this library runs: its collectives are followed."""
+        """Records the block as a phase of the step, and the collectives in it."""
         self._ledger.heard = self._heard
         try:
             with hearing(self._heard), self.doing(what):
@@ -126,16 +127,16 @@ class Observer:
             self._ledger.heard = None
 
     def sent(self, action: Action, nbytes: int) -> None:
-        """A send has begun."""
+        """Records a send that has begun."""
         self._sent.append((action, nbytes))
 
     def arrived(self, action: Action) -> None:
-        """A receive has come, and was waited for."""
+        """Records that a receive has arrived, and was waited for."""
         self._arrived.append((action, self._moments.now()))
 
     @contextmanager
     def following(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """For its time the steps of optimizers are phases."""
+        """Within the block the steps of these optimizers are recorded as phases."""
         began: list[Moment] = []
 
         def before(*_: Any) -> None:
@@ -145,23 +146,23 @@ class Observer:
             self._did.append(("optimizer", began.pop(), self._moments.now()))
 
         with ExitStack() as stack:
-            for one in optimizers:
-                stack.callback(one.register_step_pre_hook(before).remove)
-                stack.callback(one.register_step_post_hook(after).remove)
+            for optimizer in optimizers:
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
             yield
 
     def _heard(self, name: str, group: dist.ProcessGroup, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
-        """A collective, called and followed. Sends and receives of a pipeline are followed as actions."""
+        """Calls a collective and records it. Sends and receives of a pipeline are not: they are recorded as actions."""
         kind = next((kind for part, kind in _KINDS.items() if part in name), name.strip("_"))
         axis = self._axis(group)
         if kind in ("send", "recv", "recv_anysource") or not axis:
             return call()
-        tensors = [_tensors(one) for one in arguments]
-        on_host = all(t.device.type == "cpu" for those in tensors for t in those)
+        tensors = [_tensors(argument) for argument in arguments]
+        on_host = all(t.device.type == "cpu" for of_argument in tensors for t in of_argument)
         now = time.perf_counter if on_host else self._moments.now
         start, stop = now(), list[Moment]()
         work = call()
-        waited = on_host and not any(getattr(one, "asyncOp", False) for one in arguments)
+        waited = on_host and not any(getattr(argument, "asyncOp", False) for argument in arguments)
         if work is not None and not waited:
             work.get_future().then(lambda _: stop.append(now()))
         else:
@@ -172,6 +173,7 @@ class Observer:
         return work
 
     def _axis(self, group: dist.ProcessGroup) -> str:
+        """The axes along which the ranks of a group differ, joined by dots."""
         if group.group_name not in self._axes:
             self._axes[group.group_name] = self._recipe.mesh.along(dist.get_process_group_ranks(group))
         return self._axes[group.group_name]
@@ -179,8 +181,7 @@ class Observer:
     # --- when it has ended --------------------------------------------------------------------------------------------
 
     def seen(self, zero: float) -> Seen:
-        """What was followed, in seconds since ``zero``. Waits until the device has done it."""
-
+        """What was recorded, in seconds since ``zero``. Waits until the device has done it."""
         at = self._moments.seconds
         seen = Seen(
             tuple((what, at(start), at(stop)) for what, start, stop in self._did),
@@ -197,52 +198,52 @@ class Observer:
 
 @contextmanager
 def observing(stages: Stages, ledger: Ledger, optimizers: Sequence[Optimizer]) -> Iterator[Observer]:
-    """For the time of one step, follows the first rank of each place on the pipeline axis. Collective."""
+    """Observes the step within the block, on the first rank at each coordinate of the pipeline axis. Collective."""
     recipe, groups = stages.recipe, stages.groups
     ranks, observer = observed_ranks(recipe), Observer(recipe, groups, ledger)
-    zero, mine = _meet(groups), groups.rank in ranks
+    zero, is_observed = _meet(groups), groups.rank in ranks
     with ExitStack() as stack:
-        if mine:
+        if is_observed:
             stages.observer = observer
             stack.callback(setattr, stages, "observer", None)
             stack.enter_context(observer.following(optimizers))
         yield observer
-    everyone = _gathered(observer.seen(zero) if mine else None, groups)
+    everywhere = _gathered(observer.seen(zero) if is_observed else None, groups)
     if groups.rank == 0:
         from meshwright.draw.timeline import measured  # drawing is loaded when something is drawn
 
-        observer.timeline = measured(recipe, [seen for rank in ranks if (seen := everyone[rank]) is not None])
+        observer.timeline = measured(recipe, [seen for rank in ranks if (seen := everywhere[rank]) is not None])
 
 
 def observed_ranks(recipe: Recipe) -> list[int]:
-    """The first rank of each place on the pipeline axis, in its order."""
+    """The first rank at each coordinate of the pipeline axis, in ascending order of the coordinates."""
     if not recipe.stages:
         return [0]
-    return [recipe.stage_ranks_of(recipe.stage_rank.index(place))[0] for place in range(recipe.mesh.axis_size("pp"))]
+    return [recipe.stage_ranks_of(recipe.stage_rank.index(pp))[0] for pp in range(recipe.mesh.axis_size("pp"))]
 
 
 def _meet(groups: Groups) -> float:
-    """All ranks meet, which puts their clocks side by side: zero on this rank's clock. Collective."""
+    """A barrier over all ranks. Returns the common zero, on this rank's clock. Collective."""
     if dist.get_world_size() == 1:
         return time.perf_counter()
     dist.barrier(group=groups.hosts[""])
-    mine = (socket.gethostname(), time.perf_counter())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=groups.hosts[""])
-    return min(float(left) for node, left in everyone if node == mine[0])
+    own = (socket.gethostname(), time.perf_counter())
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own, group=groups.hosts[""])
+    return min(float(left_at) for node, left_at in everywhere if node == own[0])
 
 
 def _gathered(seen: Seen | None, groups: Groups) -> list[Seen | None]:
-    """What each rank has seen, on every rank. Collective."""
-    everyone: list[Seen | None] = [seen]
+    """What each rank has recorded, on every rank. Collective."""
+    everywhere: list[Seen | None] = [seen]
     if dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seen, group=groups.hosts[""])
-    return everyone
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, seen, group=groups.hosts[""])
+    return everywhere
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in what a collective is given: one, or lists of them."""
+    """The tensors in an argument of a collective: a tensor, or nested lists of tensors."""
     if isinstance(value, (list, tuple)):
-        return [t for one in value for t in _tensors(one)]
+        return [t for item in value for t in _tensors(item)]
     return [value] if isinstance(value, Tensor) else []

@@ -1,4 +1,4 @@
-"""Which ranks hold the same: sets of ranks, a ``Column`` for each kind of thing that they may have in common."""
+"""Which ranks must have the same bits: for each kind of tensor a ``Column``, which assigns ranks to sets of equal ones."""
 
 from __future__ import annotations
 
@@ -15,27 +15,35 @@ Key = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """Sets of ranks, each of which holds the same: rank → the set that it is of, or None."""
+    """Sets of ranks. The ranks of one set must have the same bits.
+
+    Attributes:
+        sets: for each rank the set that it belongs to; None if it belongs to none.
+    """
 
     sets: tuple[Hashable, ...]
 
     def differing(self, values: Sequence[Any], without: Collection[int] = ()) -> list[list[list[int]]]:
-        """For each set whose ranks have different values: the ranks of each value, the most ranks first.
+        """The sets whose ranks have different values.
 
         Args:
-            without: ranks that are not compared.
+            values: one for each rank.
+            without: ranks that are left out of the comparison.
+
+        Returns:
+            For each such set the ranks of each value, the value of most ranks first.
         """
         by_set: dict[Hashable, dict[Any, list[int]]] = {}
-        for rank, (of, value) in enumerate(zip(self.sets, values, strict=True)):
-            if of is not None and rank not in without:
-                by_set.setdefault(of, {}).setdefault(value, []).append(rank)
+        for rank, (group, value) in enumerate(zip(self.sets, values, strict=True)):
+            if group is not None and rank not in without:
+                by_set.setdefault(group, {}).setdefault(value, []).append(rank)
         return [sorted(ranks.values(), key=len, reverse=True) for ranks in by_set.values() if len(ranks) > 1]
 
 
-def told_apart(ranks: Sequence[list[int]]) -> str:
-    """In words which ranks differ from the most; ``ranks``: of each value, the most first.
+def describe_difference(ranks: Sequence[list[int]]) -> str:
+    """Says which ranks differ from the majority; ``ranks``: the ranks of each value, the value of most ranks first.
 
-    >>> told_apart([[0, 2, 3], [1]])
+    >>> describe_difference([[0, 2, 3], [1]])
     'rank 1 differs from ranks 0 2 3'
     """
     most, *others = ranks
@@ -44,13 +52,14 @@ def told_apart(ranks: Sequence[list[int]]) -> str:
 
 
 def key_of(line: ParameterRecipe, recipe: Recipe) -> Key:
-    """Parameters with the same key are held alike by the same ranks."""
-    owners, shares = recipe.owners(line), (isinstance(line.tp, Shard), recipe.shards(line) > 1)
-    return "parameter", line.places, shares, owners if len(owners) > 1 else ()
+    """The key of a parameter's column. Parameters with the same key have the same sets of equal ranks."""
+    owners, sharded = recipe.owners(line), (isinstance(line.tp, Shard), recipe.shards(line) > 1)
+    return "parameter", line.places, sharded, owners if len(owners) > 1 else ()
 
 
 def columns_of(recipe: Recipe) -> dict[Key, Column]:
-    """The sets of ranks of each kind, in an order that is the same on every rank."""
+    """The column of each kind of tensor: of parameters, buffers, and of what the ranks of a tp group compute. Every rank
+    has the columns in the same order."""
     columns: dict[Key, Column] = {}
     ranks, places = range(recipe.mesh.size), recipe.places
     for line in recipe.parameters:
@@ -58,27 +67,28 @@ def columns_of(recipe: Recipe) -> dict[Key, Column]:
         if key not in columns:
             columns[key] = Column(tuple(_set_of(line, recipe, rank) for rank in ranks))
     for place in range(len(places)):
-        at = [places.at(rank, place) for rank in ranks]
-        columns["buffer", place] = Column(tuple(None if c is None else c.pp for c in at))
+        coordinates = [places.at(rank, place) for rank in ranks]
+        columns["buffer", place] = Column(tuple(None if c is None else c.pp for c in coordinates))
         if places.axis_size(place, "tp") > 1:
             columns["line", place] = Column(
-                tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in at)
+                tuple(None if c is None else (c.pp, c.dp_replicate, c.dp_shard) for c in coordinates)
             )
     return columns
 
 
 def _set_of(line: ParameterRecipe, recipe: Recipe, rank: int) -> Hashable:
-    """Ranks with the same answer hold the same part of a parameter; None: none of it, or it is a stage's that may not."""
-    several = len(recipe.owners(line)) > 1
-    if several and not recipe.holds(line, rank):
+    """The set of a rank in a parameter's column. Ranks of one set have the same part of it. None: the rank has no part of
+    it."""
+    tied = len(recipe.owners(line)) > 1  # stages have it in common
+    if tied and not recipe.holds(line, rank):
         return None
-    if len(line.places) > 1:  # each has it whole
+    if len(line.places) > 1:  # each of them has the whole of it
         stage = recipe.mesh.coordinate(rank).get("pp", 0)
         held = any(recipe.places.at(rank, place) is not None for place in line.places)
-        return (-1 if several else stage) if held else None
-    at = recipe.places.at(rank, line.place)
-    if at is None:
+        return (-1 if tied else stage) if held else None
+    coordinate = recipe.places.at(rank, line.place)
+    if coordinate is None:
         return None
-    tp = at.tp if isinstance(line.tp, Shard) else -1
-    shard = at.dp_shard if recipe.shards(line) > 1 else -1
-    return -1 if several else at.pp, tp, shard
+    tp = coordinate.tp if isinstance(line.tp, Shard) else -1
+    shard = coordinate.dp_shard if recipe.shards(line) > 1 else -1
+    return -1 if tied else coordinate.pp, tp, shard

@@ -1,8 +1,9 @@
-"""``RowTrials``: how do rows combine? Tried before the first step, and again if a forward changes the state of modules.
+"""``RowTrials``: finds out by trials how rows combine into the loss; before the first step, and again if forwards change
+the state of modules.
 
-What a trial finds (runtime/coupling/trial.py) is a ``Verdict``, one for each set of modules that are in evaluation mode: batch
-statistics are not taken there. If a forward changes the state of modules, it is tried again after 1, 2, 4, 8 … steps: a term
-of the loss may have begun.
+The result of a trial (runtime/coupling/trial.py) is a ``Verdict``. There is one for each set of modules in evaluation
+mode, which use no batch statistics. If forwards change the state of modules, the trial is repeated after 1, 2, 4, 8 …
+steps: the loss may have got another term.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from meshwright.runtime.runner import Runner
 
 _OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
 _UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
+# on a rank, for a trial of its own rows: each half then has two, so that rows within a half can interact
+_ROWS_TO_TRY = 4
 
 
 @dataclass
 class Tried:
-    """What trials came to, for some modules in evaluation mode.
+    """The result of trials with certain modules in evaluation mode.
 
     Attributes:
-        steps: since the first trial, if what forwards leave in modules may change what it finds.
+        verdict: how rows combine.
+        steps: steps since the first trial; None if no trial is repeated, as forwards leave no state that could change the
+            result.
     """
 
     verdict: Verdict
@@ -39,10 +44,10 @@ class Tried:
 
 
 class RowTrials:
-    """What trials found, and what they run. Every rank comes to the same answers.
+    """Runs trials and stores their results, which are the same on every rank.
 
     Args:
-        counter: what means divide by; None: rows alone.
+        counter: counts the labels that means are divided by; None: means are over rows.
         random: the generators that a forward may draw from.
     """
 
@@ -52,29 +57,29 @@ class RowTrials:
         self._tried: dict[Evaluating, Tried] = {}
 
     def of(self, evaluating: Evaluating) -> Tried:
-        """What was found with these modules in evaluation mode; what the plan says, if nothing was tried."""
+        """The result with these modules in evaluation mode; before any trial, what the plan says."""
         return self._tried.setdefault(evaluating, Tried(Verdict(self._recipe.rows)))
 
     def settle(self, evaluating: Evaluating, rows: str) -> None:
-        """Rows combine as another run found."""
+        """Sets how rows combine, as found in another run."""
         self._tried[evaluating] = Tried(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """All that were found."""
+        """All results so far."""
         return [tried.verdict for tried in self._tried.values()]
 
     def before_step(self, batch: Any, evaluating: Evaluating) -> bool:
-        """Tries the rows of a batch, if it is not known how rows combine, or if it is time to try again. Collective.
+        """Runs a trial with rows of a batch, if none was run yet, or if one is to be repeated now. Collective.
 
         Args:
-            batch: None if this rank has something to tell instead.
+            batch: this rank's rows; None if it has something to report instead.
 
         Returns:
-            Whether rows of this batch were tried.
+            Whether there was a trial.
 
         Raises:
-            Noticed: some rank has something to tell, and this is the first that the others hear of it.
+            Noticed: some rank has something to report.
         """
         tried = self.of(evaluating)
         if tried.verdict.kind == "auto":
@@ -86,7 +91,7 @@ class RowTrials:
         return self._try_again(batch, tried, tried.steps + 1)
 
     def _try_again(self, batch: Any, tried: Tried, steps: int) -> bool:
-        """Before a step, so many after the first trial: do rows still combine as it found?"""
+        """Repeats the trial, if this is its turn; ``steps``: since the first one. Returns whether there was a trial."""
         tried.steps = steps
         if steps & (steps - 1):
             return False
@@ -94,7 +99,9 @@ class RowTrials:
         if verdict.kind == "auto":
             return False
         if verdict.kind != tried.verdict.kind:
-            unsure = steps - (steps // 2 + 1)  # the step after each trial is of what it tried
+            unsure = steps - (
+                steps // 2 + 1
+            )  # steps since the last trial, but for the one that the trial was run before
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
             tried.verdict, tried.steps = Verdict(COUPLED, why), None
         elif not verdict.changes_state:
@@ -102,34 +109,42 @@ class RowTrials:
         return True
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
-        """Tries a few rows, whole and in halves; every rank comes to the same answer."""
+        """Runs a few rows together and in halves. The result is the same on every rank. Collective."""
         rows, fewest = self.rows_to_try(batch)
         single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
         if rows_of(rows) < 2:
-            return Verdict("auto")  # a single row, of all ranks: the next step finds out
+            return Verdict("auto")  # all ranks together have a single row: the next step tries again
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        return _told_alike(how_rows_combine(rows, self.forwards(), dtype, single=single))
+        return _merged(how_rows_combine(rows, self.forwards(), dtype, single=single))
 
     def rows_to_try(self, batch: Any) -> tuple[Any, int]:
-        """As many rows on every rank; and how many the rank of fewest has. Collective."""
+        """Rows for a trial. Collective.
+
+        Returns:
+            (rows, as many on every rank; the number of rows of the rank that has the fewest).
+
+        Raises:
+            Noticed: some rank has something to report.
+        """
         fewest, _ = self._agreed(-1 if batch is None else rows_of(batch))
         if fewest < 0:
             raise Noticed
-        rows = batch if fewest >= 4 else gather_rows(batch, self.data_groups())[0]
+        rows = batch if fewest >= _ROWS_TO_TRY else gather_rows(batch, self.data_groups())[0]
         return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
 
     def forwards(self) -> Forwards:
-        """What a trial runs. An error in one stage, or branch, leaves the others waiting for what it would send."""
+        """The forwards for a trial. With pipeline stages or branches an error is fatal: other ranks would wait for values
+        from the rank that has it."""
         waiting = self._recipe.mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
         runner, fatal = self._runner, (StageError,) if waiting else ()
         return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
 
     def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[ReadLog]]:
-        """For a trial: the loss of each piece, what it weighs, and what was read of it."""
+        """Runs some pieces of a batch for a trial. Returns for each piece its loss, its weight, and the reads of its values."""
         scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
-        for piece in pieces:  # what is recorded draws no numbers in the trial
+        for piece in pieces:  # recorded before the trial, so that recording draws no random numbers in it
             self._runner.executor.record(piece)
         losses, reads = [], [Reads(numbers=True) for _ in pieces]
         for piece, share, read in zip(pieces, shares, reads, strict=True):
@@ -138,25 +153,26 @@ class RowTrials:
         return losses, scale, [read.log for read in reads]
 
     def _agreed(self, number: int) -> tuple[int, int]:
-        """The smallest and the largest of all ranks' numbers."""
+        """(smallest, largest) of the numbers of all ranks. Collective."""
         extremes = torch.tensor([-number, number], device="cpu")
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._runner.groups.hosts[""])
         smallest, largest = extremes.tolist()
         return -smallest, largest
 
     def combine_as(self, kind: str, rows: Any, first: int) -> bool:
-        """Whether the first of some rows, and the others, combine in this way. Collective."""
+        """Whether the loss of some rows follows from that of the ``first`` of them and that of the others, combined as
+        ``kind`` says. Collective."""
         return combine_as(kind, rows, first, self.forwards())
 
     def data_groups(self) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-        """The groups over the data axes, the innermost first: of their ranks, and of the hosts of these."""
+        """For each data axis, the innermost first: (the group of its ranks, the group of their hosts)."""
         mesh, groups = self._recipe.mesh, self._runner.groups
         axes = [axis for axis in reversed(mesh.data_axes) if mesh.axis_size(axis) > 1]
         return [(groups.sharded[axis].get_group(), groups.hosts[axis]) for axis in axes]
 
 
-def _told_alike(verdict: Verdict) -> Verdict:
-    """The verdict, with the reasons of all ranks: a stage sees what its own modules leave. Collective."""
+def _merged(verdict: Verdict) -> Verdict:
+    """The verdict with the reasons of all ranks: each stage knows only the state of its own modules. Collective."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (verdict.why, verdict.kept))
     names = dict.fromkeys(name for _, kept in everywhere for name in kept)

@@ -1,4 +1,4 @@
-"""``Runner``: what a job does with its model on this rank: steps, forwards, and the state that they leave."""
+"""``Runner``: runs the model on this rank: forwards and backwards of steps, and the state that they leave on modules."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Runner:
     """Runs the model on this rank.
 
     Args:
-        programs: what parts of a forward are; None if the model is not in parts.
-        gradients: what is done with those of a step.
-        routed: what makes ranks agree on which parameters were used, if they may differ.
-        wholes: whether forwards may leave sharded tensors on modules.
+        programs: how a forward is divided into parts; None if each forward runs as a whole.
+        gradients: reduces and accumulates the gradients of a step.
+        routed: makes ranks agree on which parameters were used, if the rows of a rank decide that; None if they do not.
+        wholes: whether forwards may leave global tensors on modules, which are then gathered.
 
     Attributes:
-        module: the model, its parameters laid out; ``modes``: of its modules.
-        held: what this rank holds of it.
-        executor: runs this rank's stages; ``stages``: these.
+        module: the model, with sharded parameters; ``modes``: of its modules.
+        held: the shards of this rank.
+        executor: runs this rank's ``stages``.
     """
 
     def __init__(
@@ -55,30 +55,29 @@ class Runner:
     ) -> None:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor, self.stages = Executor(stages, programs, loss), stages
-        self._sync, self._wholes = stages.sync, wholes
+        self._sync, self._leaves_global_tensors = stages.sync, wholes
         self._routed, self.gradients, self.switches = routed, gradients, stages.switches
-        held = self.recipe.held_by(self.groups.rank)
-        self._frozen = [line.name for line in held if not line.requires_grad and self.recipe.in_parts]
+        lines = self.recipe.held_by(self.groups.rank)
+        self._frozen = [line.name for line in lines if not line.requires_grad and self.recipe.in_parts]
         self._standing = Standing(self.module, self._frozen)
         self.held = ShardedModel(self.module, self.recipe, self.groups)
         self._placed, self._leftovers = Placed(self.module, self.recipe), Leftovers(self.module)
 
     @property
     def pipeline(self) -> Executor | None:
-        """What runs parts of forwards; None if each forward runs as a whole."""
+        """The executor, if it runs parts of forwards; None if each forward runs as a whole."""
         return self.executor if self.executor.programs is not None else None
 
     @property
     def waiting(self) -> CommunicationTimer:
-        """How long this rank waits for others."""
+        """Measures how long this rank waits for others."""
         return self.executor.traffic.waiting
 
     def at_rest(self) -> None:
-        """Parameters are where gradients are, and it is seen what was changed on modules.
+        """Reshards parameters that a forward without backward has left gathered, and notes what was changed on modules.
 
-        Raises PlanError if parameters are not the job's any more.
-
-        FSDP2's are, unless a forward without backward came before.
+        Raises:
+            PlanError: modules have other parameters than those of the job.
         """
         self.held.reshard()
         self._placed.check()
@@ -87,12 +86,17 @@ class Runner:
     # --- forwards and backwards ---------------------------------------------------------------------------------------
 
     def losses(self, pieces: Pieces, watched: Watched, *, once: bool, backward: bool) -> list[Tensor]:
-        """The scaled losses of all microbatches, on the ranks that have them; with a backward, their gradients.
+        """Runs all microbatches of this rank.
 
         Args:
-            watched: what is on during the forward of a stage and microbatch.
-            once: microbatches leave the same state, whichever of them are run, as their rows do not couple: each begins with
-                the state that the step begins with, and what the first one leaves stays.
+            watched: a context around the forward of a stage and microbatch.
+            once: every microbatch begins with the state of modules from before the step, and the state that the first one
+                leaves stays. So a step leaves the same state however many microbatches it has. For models whose rows do
+                not interact.
+            backward: whether gradients are computed too.
+
+        Returns:
+            The scaled loss of each microbatch, on the ranks that have it.
         """
         begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
         if not backward:
@@ -113,7 +117,7 @@ class Runner:
         return losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, its tensors whole; with a pipeline, on the ranks of its last stage, without gradients."""
+        """The output of the model, as full tensors; with a pipeline, on the ranks of the last stage, without gradients."""
         output = self.executor.output(args, kwargs)
         self.settle_modules()
         if self.pipeline is not None or not torch.is_grad_enabled():
@@ -121,8 +125,14 @@ class Runner:
         return output
 
     def loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
-        """The loss of a copy of a batch, in one forward, on every rank; in a trial, which may compute in a wider type."""
-        # The model may write to it. What was recorded is found by the types of the batch as it is, not by those of the trial.
+        """The loss of a copy of a batch in one forward of a trial, on every rank. A trial may compute in a wider type.
+
+        Args:
+            share: the weights of its losses.
+            watched: a context around the forward of a stage and microbatch.
+        """
+        # A copy, as the model may write to it. Made outside the trial: recorded programs are looked up by the batch's own
+        # types.
         with nullcontext() if self.pipeline is None else without_modes():
             pieces = Pieces([copied(batch)], [1.0], [share])
         try:
@@ -130,21 +140,22 @@ class Runner:
                 losses = self.executor.run(pieces, watched=watched, backward=False)
         finally:
             self.held.reshard()
-        with without_modes():  # this is no read of the model's
+        with without_modes():  # the model does not read this value
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:
                 dist.all_reduce(value, group=self.groups.hosts["pp"])
             return float(value)
 
     def unfrozen(self) -> list[str]:
-        """The parameters of this rank that are trained, and were not when parts of forwards were planned."""
+        """The parameters of this rank that were frozen when parts of forwards were planned, and are trained now."""
         return [name for name in self._frozen if self._standing[name].requires_grad]
 
     # --- the model's state ------------------------------------------------------------------------------------------
 
     def settle_modules(self) -> None:
-        """What forwards left on modules is whole, as on one device."""
-        if self._wholes:
+        """Gathers global tensors that forwards left on modules, as they would be on one device. Collective, if there are
+        any."""
+        if self._leaves_global_tensors:
             self._leftovers.make_whole()
 
     def written(self) -> list[nn.Parameter]:
@@ -153,17 +164,17 @@ class Runner:
         return [named[name] for name in sorted(self._loose())]
 
     def changed(self) -> list[Slot]:
-        """What a forward may change: buffers, and the parameters that it writes."""
-        held = self._loose()
+        """(module, name) of each tensor that a forward may change: buffers, and the parameters that it may write to."""
+        loose = self._loose()
         slots: list[Slot] = []
         for path, module in self.module.named_modules():
             slots += [(module, name) for name, _ in module.named_buffers(recurse=False)]
-            at = f"{path}." if path else ""
-            slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if at + name in held]
+            prefix = f"{path}." if path else ""
+            slots += [(module, name) for name, _ in module.named_parameters(recurse=False) if prefix + name in loose]
         return slots
 
     def _loose(self) -> set[str]:
-        """The parameters that a forward may write to; they are not FSDP's."""
+        """The names of the parameters that a forward may write to; FSDP2 does not shard them."""
         return {line.name for line in self.recipe.held_by(self.groups.rank) if line.data == "loose"}
 
 

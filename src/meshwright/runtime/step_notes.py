@@ -1,8 +1,8 @@
-"""``StepNotes``: what a rank notes in a step that is compared: what its blocks take and give, what FSDP2 has gathered, and in
-which order collectives of tensor parallelism come.
+"""``StepNotes``: what a rank records in a step that the guard compares: inputs and outputs of its blocks, the parameters that
+FSDP2 has gathered, and the order of the collectives of tensor parallelism.
 
-Ranks that enter different collectives may wait for each other for ever, or add up different tensors. So the ranks of a tp group
-say which one they enter, before they do.
+Ranks that enter different collectives may deadlock, or add up different tensors. So the ranks of a tp group compare which
+collective they enter, before they enter it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from meshwright.watch.report import spelled_ranks
 
 
 class StepNotes:
-    """What one rank notes in one step.
+    """Records one step of one rank.
 
     Args:
-        ledger: whose collectives are ordered.
-        cost: where what ranks tell each other is counted.
+        ledger: counts the collectives of tensor parallelism, whose order is compared.
+        cost: counts the collectives of the comparison itself.
 
     Attributes:
-        places: those of this rank with a tp group.
-        activations: (place, name, checksum) of what enters and leaves blocks as a whole tensor.
+        places: the submeshes of this rank that have a tp group.
+        activations: (submesh, name, checksum) of unsharded tensors that are an input or output of a block.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, cost: Ledger) -> None:
@@ -50,11 +50,14 @@ class StepNotes:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """For the time of a step's forwards and backwards: notes what enters and leaves blocks; ranks of a tp group tell
-        each other which collective they enter.
+        """Around the forwards and backwards of a step: records inputs and outputs of blocks; the ranks of a tp group
+        compare which collective they enter.
+
+        Args:
+            step: as errors call it.
 
         Raises:
-            ReplicaError: ranks of a tp group enter different ones. On all of this group.
+            ReplicaError: ranks of a tp group enter different collectives. On all ranks of this group.
         """
         with ExitStack() as stack:
             self._watch_units(stack)
@@ -62,7 +65,7 @@ class StepNotes:
                 order = self._ledger.orders[place]
                 stack.callback(setattr, order, "meet", None)
                 order.meet = self._meeting(step, place)
-            # Beside branches and streams a value may still be on its way, and a look at it would wait for it.
+            # With branches and streams a value may not have arrived yet, and a checksum would wait for it.
             if not self._recipe.streams and not self._recipe.branches:
                 for unit in self._recipe.units:
                     if unit.name and unit.place in self.places:
@@ -71,27 +74,28 @@ class StepNotes:
                         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                         stack.callback(module.register_forward_hook(after).remove)
             yield
-            for place in reversed(self.places):  # branches before what is around them
+            for place in reversed(self.places):  # submeshes of branches before the submesh around them
                 if (meet := self._ledger.orders[place].meet) is not None:
                     meet("the end of the step")
 
     def _watch_units(self, stack: ExitStack) -> None:
-        """Notes what FSDP2 has gathered of each unit, before its forward and after."""
+        """Takes checksums of the gathered parameters of each FSDP2 unit, before its forward and after."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 noting = partial(self._note_gathered, names)
-                stack.callback(module.register_forward_pre_hook(noting).remove)  # behind FSDP2's own, which gathers
+                stack.callback(module.register_forward_pre_hook(noting).remove)  # after FSDP2's own hook, which gathers
                 stack.callback(module.register_forward_hook(noting, prepend=True).remove)
 
     def _note_gathered(self, names: Mapping[int, str], module: FSDPModule, *_: Any) -> None:
         with without_modes(), torch.no_grad():
             for p, value in gathered(module):
-                if id(p) in names:  # the others would all be taken for one
+                if id(p) in names:  # the others have no name to tell them apart
                     self._gathered.append((names[id(p)], checksum(value)))
 
     def written(self) -> list[str]:
-        """The parameters that forwards have written while they were gathered: what is written is gone with that."""
+        """The parameters that a forward wrote to while they were gathered: FSDP2 drops such a write with the gathered
+        memory."""
         seen: dict[str, set[int]] = {}
         for (name, _), number in zip(
             self._gathered, listed([s for _, s in self._gathered], self._groups.device), strict=True
@@ -100,7 +104,7 @@ class StepNotes:
         return sorted(name for name, numbers in seen.items() if len(numbers) > 1)
 
     def _noting(self, name: str, place: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Hooks of a block."""
+        """The forward pre-hook and forward hook of a block."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._note(f"what enters {name}", place, [*args, *kwargs.values()])
@@ -111,14 +115,15 @@ class StepNotes:
         return before, after
 
     def _note(self, name: str, place: int, values: Iterable[Any]) -> None:
-        """Checksums of the tensors that this rank has whole."""
-        with without_modes():  # none of this is the model's
+        """Records checksums of the unsharded tensors among some values."""
+        with without_modes():  # these operators are not part of the model's forward
             for t in values:
-                is_whole = isinstance(t, Tensor) and not isinstance(t, (GlobalTensor, Placeholder, nn.Parameter))
-                if is_whole and t.device == self._groups.device and is_plain(t):
+                is_full = isinstance(t, Tensor) and not isinstance(t, (GlobalTensor, Placeholder, nn.Parameter))
+                if is_full and t.device == self._groups.device and is_plain(t):
                     self.activations.append((place, name, checksum(t)))
 
     def _meeting(self, step: int, place: int) -> Callable[[str], None]:
+        """What is called before each collective of a submesh's tp group: compares it among the ranks of the group."""
         group, ranks = self._groups.meshes[place]["tp"].get_group(), self._recipe.places.line(place, self._groups.rank)
 
         def meet(collective: str) -> None:
@@ -128,17 +133,20 @@ class StepNotes:
                 self._cost.moved("all_gather", number)
                 dist.all_gather(numbers, number, group=group)
                 if len({int(n) for n in numbers}) > 1:
-                    self._meet_no_more()
-                    told: list[Any] = [None] * len(ranks)
-                    dist.all_gather_object(told, collective, group=group)
-                    differs = [f"{spelled_ranks([rank])} enters {text}" for rank, text in zip(ranks, told, strict=True)]
+                    self._stop_meeting()
+                    texts: list[Any] = [None] * len(ranks)
+                    dist.all_gather_object(texts, collective, group=group)
+                    entered = [
+                        f"{spelled_ranks([rank])} enters {text}" for rank, text in zip(ranks, texts, strict=True)
+                    ]
                     raise ReplicaError(
-                        step, ["the order of collectives in a tp group: " + ", ".join(differs)], _FIX_ORDER
+                        step, ["the order of collectives in a tp group: " + ", ".join(entered)], _FIX_ORDER
                     )
 
         return meet
 
-    def _meet_no_more(self) -> None:
+    def _stop_meeting(self) -> None:
+        """Collectives are entered without a comparison from here on."""
         for place in self.places:
             self._ledger.orders[place].meet = None
 
@@ -150,22 +158,23 @@ _FIX_ORDER = (
 
 
 def _items(output: Any) -> Iterable[Any]:
-    """What a module returns, one by one; containers in it (a cache of all layers) are not looked into."""
+    """The items of a module's output. Nested containers (a cache of all layers) are not opened."""
     if isinstance(output, dict):
         return output.values()
     return output if isinstance(output, (tuple, list)) else [output]
 
 
 def is_plain(t: Tensor) -> bool:
+    """Whether a tensor has strided memory of its own, of which a checksum can be taken."""
     return t.layout is torch.strided and not t.is_meta and not t.is_nested and not t.is_quantized
 
 
 def number_of(text: str) -> int:
-    """A number that follows from a text, the same in every process."""
+    """A hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def listed(sums: Sequence[Tensor], device: torch.device) -> list[int]:
-    """Numbers on a device as integers, by one copy."""
+    """Numbers on a device as integers of the host, in one copy."""
     numbers: list[int] = torch.stack([s.to(device) for s in sums]).tolist() if sums else []
     return numbers

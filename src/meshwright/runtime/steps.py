@@ -1,11 +1,11 @@
-"""``Steps``: the steps of a job, one after another.
+"""``Steps``: runs the steps of a job. In each step:
 
-end        an error that one rank alone meets in any of this ends the job on all           runtime/job_end.py
-agreement  what ranks have in common, and whether one of them has something to tell      runtime/step_agreement.py
-division   which rows this rank runs, in which pieces                      runtime/division.py
-runner     forward and backward of these pieces                            runtime/runner.py
-division   the loss of the batch
-guard      in some steps: do ranks hold alike what they should?            runtime/guard.py
+end        an error on one rank in any of these ends the job on all        runtime/job_end.py
+agreement  ranks synchronize their generators, and report problems         runtime/step_agreement.py
+division   the batch is divided into this rank's rows and microbatches     runtime/division.py
+runner     forward and backward of these                                   runtime/runner.py
+division   the loss of the batch is summed over ranks
+guard      in some steps: replicas are compared                            runtime/guard.py
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from meshwright.spmd.one_process import one_process
 
 
 class Steps:
-    """Runs a batch, or what the model is called with.
+    """Runs the steps of a job, and forwards outside steps.
 
     Attributes:
         count: steps with a backward so far, the running one included.
-        before: optimizer steps of the checkpoint that was loaded, less ``count`` then.
+        before: optimizer steps of the loaded checkpoint minus ``count`` at that time.
     """
 
     def __init__(self, runner: Runner, division: Division, guard: Guard, agreement: StepAgreement, end: JobEnd) -> None:
@@ -51,16 +51,24 @@ class Steps:
         )
 
     def resume(self, step: int) -> None:
-        """So many optimizer steps were done before the next one."""
+        """Sets how many optimizer steps were done before the next one."""
         self.before = step - self.count
 
     @property
     def number(self) -> int:
-        """Of the running step, or the last one, as errors call it."""
+        """The number of the running step, or of the last one, as errors call it."""
         return self.count + self.before
 
     def run(self, batch: Any, *, backward: bool) -> Tensor:
-        """The loss of a batch; with a backward, its gradients too. ``batch``: this rank's rows."""
+        """Runs a batch.
+
+        Args:
+            batch: this rank's rows.
+            backward: whether to compute gradients too.
+
+        Returns:
+            The loss of the global batch.
+        """
         self._end.check()
         self.count += backward
         with self._runner.stages.phase("step"), self._end.within(self.number, PlanError, ReplicaError), one_process():
@@ -74,7 +82,7 @@ class Steps:
             self.count -= backward
             raise
         guarded = backward and guard.due(self.count)
-        # A path that cannot be cut is told to the ranks of a copy of the model.
+        # All ranks of a copy of the model raise UncutPathError: with one copy, these are all ranks.
         with self._end.within(step, *([UncutPathError] if runner.recipe.mesh.data_size == 1 else [])):
             losses, loss = self._losses(batch, pieces, guarded=guarded, backward=backward)
         if guarded:
@@ -83,55 +91,61 @@ class Steps:
         return loss
 
     def _losses(self, batch: Any, pieces: Pieces, *, guarded: bool, backward: bool) -> tuple[list[Tensor], Tensor]:
-        """The scaled losses of this rank's microbatches; the loss of the batch."""
+        """Returns (the scaled losses of this rank's microbatches, the loss of the batch)."""
         runner, division = self._runner, self._division
-        given, before = as_given(pieces.batches[0]), versions(pieces.batches)
+        batch_inputs, versions_before = as_given(pieces.batches[0]), versions(pieces.batches)
         with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
         if pieces.gathered is not None:
-            write_back(given, before, batch, pieces.gathered)
+            write_back(batch_inputs, versions_before, batch, pieces.gathered)
         runner.settle_modules()
         runner.switches.note()
         return losses, division.loss(losses, pieces)
 
     def _begin(self, batch: Any, method: str) -> tuple[Any, Pieces]:
-        """The batch, and what this rank runs of it. Collective over all ranks.
+        """Prepares a step. Collective over all ranks.
+
+        Args:
+            method: the public method that runs it, as errors call it.
+
+        Returns:
+            (the batch, the microbatches of this rank).
 
         Raises:
-            PlanError: something is wrong with the batch, or with the model as it stands, on some rank. On every rank.
+            PlanError: something is wrong on some rank with the batch, or with the current state of the model. On every rank.
         """
-        runner, wrong, form = self._runner, None, ""
+        runner, problem, form = self._runner, None, ""
         try:
-            batch = self._ready(batch)
+            batch = self._prepared(batch)
             form = f"{method}({spelled_form(batch)})"
             if method == "job.step" and self._guard.due(self.count):
                 form += f" with values {self._sum_of(batch)}"
-        except Exception as error:  # whatever it is, the other ranks are to know
-            wrong = error
+        except Exception as error:  # of whatever type: the other ranks must not wait for this one
+            problem = error
             self._end.told(error)
-        notice = wrong is not None or runner.gradients.has_new_hooks()
+        notice = problem is not None or runner.gradients.has_new_hooks()
         notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
             return batch, self._division.pieces(batch, notice=notice)
         except Noticed:
-            runner.gradients.take_hooks(self._agreement.tell(self._notice(wrong, form)))
+            runner.gradients.take_hooks(self._agreement.tell(self._notice(problem, form)))
         return batch, self._division.pieces(batch)
 
     def _sum_of(self, batch: Any) -> int:
-        """A number that follows from the bits of a batch."""
+        """A hash of the bits of a batch."""
         with torch.no_grad(), without_modes():
             sums = [checksum(t) for t in tensors_in(batch) if is_plain(t)]
             return hash(tuple(listed(sums, self._runner.groups.device)))
 
-    def _notice(self, wrong: Exception | None, form: str) -> Notice:
-        """What this rank has to tell."""
+    def _notice(self, problem: Exception | None, form: str) -> Notice:
+        """What this rank reports to the others: a problem, its new hooks, and what it runs."""
         try:
-            return Notice(wrong, self._runner.gradients.hooked(), self._runner.switches.hooked, form)
+            return Notice(problem, self._runner.gradients.hooked(), self._runner.switches.hooked, form)
         except PlanError as error:
-            return Notice(wrong or error)
+            return Notice(problem or error)
 
-    def _ready(self, batch: Any) -> Any:
-        """A batch as forwards take it, of a model that is as it should be. Raises what is wrong on this rank."""
+    def _prepared(self, batch: Any) -> Any:
+        """Checks the model and a batch, and returns the batch as forwards take it. Raises what is wrong on this rank."""
         self._check_weights()
         runner = self._runner
         runner.at_rest()
@@ -141,7 +155,7 @@ class Steps:
         return batch
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns for this rank's rows."""
+        """The output of the model for this rank's rows."""
         self._check_weights()
         with self._end.within(self.number), one_process():
             self._runner.at_rest()
@@ -154,24 +168,27 @@ class Steps:
                 self._runner.switches.note()
 
     def take_weights(self, missing: Collection[str] = ()) -> None:
-        """Weights were loaded, but for some names.
+        """Notes that weights were loaded.
+
+        Args:
+            missing: names that were not among them.
 
         Raises:
-            PlanError: some parameter has no values now.
+            PlanError: some parameter still has no values.
         """
         recipe, self._awaits = self._runner.recipe, ""
-        without = [name for name in missing if name in recipe.by_name] if recipe.weights != DRAWN else []
-        if without:
+        without_values = [name for name in missing if name in recipe.by_name] if recipe.weights != DRAWN else []
+        if without_values:
             raise PlanError.of(
                 "this run",
                 where="weights",
-                given=f"{recipe.weights}, and what was loaded lacks {few(without)}",
+                given=f"{recipe.weights}, and what was loaded lacks {few(without_values)}",
                 required="values for every parameter",
                 fix=f"weights: {DRAWN}",
             )
 
     def _check_weights(self) -> None:
-        """Raises PlanError while weights have no values."""
+        """Raises PlanError if weights have no values yet."""
         if self._awaits:
             raise PlanError.of(
                 "this run",
@@ -183,7 +200,7 @@ class Steps:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found out since the recipe."""
+        """What was found out since planning."""
         runner = self._runner
         notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._agreement.note)
         return tuple(filter(None, notes))

@@ -30,6 +30,7 @@ V = TypeVar("V")
 
 _BLOCKS = 8  # most blocks of ranks in a report, which then fits a screen of 50 lines
 _SUSPECTS = 4  # most lines of suspects
+_HEAD = 9  # characters of the first column: as wide as "rank 1234" and "ranks 0–7"
 _WIDTH = 120  # most characters of a line
 
 
@@ -160,8 +161,8 @@ def spelled_ranks(ranks: list[int]) -> str:
 
 def _indented(head: str, lines: list[str]) -> list[str]:
     """The lines, with ``head`` before the first and spaces before the others."""
-    head = f"{head:<9}"
-    return [head + "  " + lines[0], *(" " * 11 + line for line in lines[1:])]
+    head = f"{head:<{_HEAD}}"
+    return [head + "  " + lines[0], *(" " * (_HEAD + 2) + line for line in lines[1:])]
 
 
 def _by_value(values: Mapping[int, V]) -> dict[V, list[int]]:

@@ -34,19 +34,22 @@ from meshwright.watch.report import Hang, spelled_ranks
 from meshwright.workers.pool import LOST_PEER
 
 HANG = 75  # exit code of a watchdog: EX_TEMPFAIL of sysexits.h, "try again"; torchrun restarts on any code but 0
-_MOST_READERS = (
-    64  # ranks of a job in which every rank reads all heartbeats; in larger jobs, one rank of each node does
-)
-_LONGER = (
-    2.5  # timeouts until a collective gives up: a rank may wait in it while others progress, before our timeout begins
-)
-_SILENCE = (
-    60.0  # most seconds without a heartbeat until a rank counts as dead: a few seconds of a busy host are not enough
-)
+# ranks of a job in which every rank reads all heartbeats; in larger jobs, one rank of each node does
+_MOST_READERS = 64
+# timeouts until a collective gives up: a rank may wait in it while others progress, before our timeout begins
+_LONGER = 2.5
+# most seconds without a heartbeat until a rank counts as dead: a few seconds of a busy host are not enough
+_SILENCE = 60.0
 _ERROR_WIDTH = 200  # most characters of an exception's text
-_PROGRESS_STRIDE = (
-    1_000_003  # progress of one step, larger than the counts within a step: then the sum changes with each
-)
+# progress of one step, larger than the counts within a step: then the sum changes with each
+_PROGRESS_STRIDE = 1_000_003
+_BEAT = 1.0  # seconds from one heartbeat to the next: the store serves all ranks, each with one small write
+_BEATS = 20  # least heartbeats in a timeout, if that is short
+_LATE = 3  # heartbeats without which a rank counts as late: one can be lost, or a host be busy for a moment
+_GATHER = 2.0  # most seconds for gathering a report: ranks answer within two heartbeats
+_GATHERS = 5  # a report takes at most this part of the timeout
+_LATE_GATHERS = 3  # times that a report should take, after which the process ends without it
+_EXIT_TIME = 1.0  # seconds for a process to exit by itself
 _POLL = 0.05  # seconds between two looks at the store while a report is gathered
 _GRACE = 0.2  # seconds for other ranks to read that the report is out, before the process that may hold the store exits
 _TELLER_FIRST = 0.5  # seconds that other ranks exit later: a launcher shows the output of the rank that exits first
@@ -101,8 +104,8 @@ class Watch:
         self.job, self.timeout, self.step = job, timeout, step
         self.folder = None if folder is None else Path(folder)
         self.silence = min(_SILENCE, timeout / 2)
-        self._beat_time = beat or min(1.0, timeout / 20)
-        self._gather_time = min(2.0, timeout / 5)  # seconds for gathering a report
+        self._beat_time = beat or min(_BEAT, timeout / _BEATS)
+        self._gather_time = min(_GATHER, timeout / _GATHERS)
         self._first = job.steps
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -142,7 +145,7 @@ class Watch:
             self._error = f"{type(error).__name__}: {error}".splitlines()[0][:_ERROR_WIDTH]
             self._failed_at = whereabouts(*self._position(), error)
         self._ended.set()
-        self._threads[0].join(2 * self._gather_time + 6 * self._beat_time)
+        self._threads[0].join(2 * (self._gather_time + _LATE * self._beat_time))  # twice what its last round can take
 
     # --- the progress of the main thread ------------------------------------------------------------------------------
 
@@ -225,7 +228,7 @@ class Watch:
         """
         stalled = now - self._moved
         if any(seen.beat.state == HERE and rank < self.job.rank for rank, seen in self._living(now)):
-            stalled -= 3 * self._beat_time
+            stalled -= _LATE * self._beat_time
         if stalled >= self.timeout - self._gather_time - self._beat_time:
             return f"no rank made progress for {now - self._moved:.0f} s"
         if stalled >= self.silence and (lost := self._lost_ranks_text(now)):
@@ -260,8 +263,8 @@ class Watch:
     def _report_lost_ranks(self) -> None:
         """Reports the ranks that have died, after this rank has lost a connection. The lowest rank that lost one prints."""
         self._board.tell(self._failed_at)
-        deadline = time.monotonic() + 5 * self._beat_time
-        while not (lost := self._dead_on_this_node() or self._late(3 * self._beat_time)):
+        deadline = time.monotonic() + (_LATE + 2) * self._beat_time
+        while not (lost := self._dead_on_this_node() or self._late(_LATE * self._beat_time)):
             if time.monotonic() >= deadline:
                 break
             time.sleep(self._beat_time / 2)
@@ -351,7 +354,7 @@ class Watch:
         while not self._ended.wait(self._beat_time):
             now = time.monotonic()
             if self._alarmed is not None:
-                if now - self._alarmed > 3 * self._gather_time + 1:
+                if now - self._alarmed > _LATE_GATHERS * self._gather_time + _EXIT_TIME:
                     self._end()
                 continue
             progress = self._progress()

@@ -19,6 +19,15 @@ text{font-family:ui-sans-serif,system-ui,-apple-system,'Segoe UI','DejaVu Sans',
 .fall{fill:#9aa3b5;fill-opacity:.12}.pill{fill:#e8eaf0}.pill-text{fill:#12151c}.on{fill:#ffffff}}
 """
 
+# Font sizes in pixels, each one step smaller than the one before, so that a page has four levels of text.
+TITLE, TEXT, LABEL, DETAIL = 17.0, 12.0, 11.0, 10.0
+_REGULAR, BOLD, _TITLE_WEIGHT = 400, 600, 650  # font weights of CSS; 400 is the default, and is not written
+_PAGE_RADIUS = 12  # of the corners of a page; of the boxes within it smaller ones
+_TITLE_LINE = 34  # pixels from the top of a page to the baseline of its title
+_STRIPE, _STRIPE_LENGTH = (
+    3.0,
+    8,
+)  # pixels: width of a stripe, still visible in the smallest part; height of a pattern's tile
 _LETTER = 0.56  # mean width of a letter, relative to the font size
 
 
@@ -72,13 +81,26 @@ class Canvas:
         self._shapes.append(f"<rect {size}{corner} {look}{tip}")
 
     def text(
-        self, x: float, y: float, words: str, size: float = 12, kind: str = "", anchor: str = "start", weight: int = 400
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: float = TEXT,
+        kind: str = "",
+        anchor: str = "start",
+        weight: int = _REGULAR,
     ) -> None:
         """Draws text with its baseline at the point. ``anchor``: ``start``, ``middle`` or ``end`` of the text is there."""
         look = f' class="{kind}"' if kind else ""
         look += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        look += f' font-weight="{weight}"' if weight != 400 else ""
+        look += f' font-weight="{weight}"' if weight != _REGULAR else ""
         self._shapes.append(f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}"{look}>{escape(words)}</text>')
+
+    def page(self, width: float, height: float, margin: float, title: str, note: str) -> None:
+        """Draws the background of a page, with a title on the left of its head and a note on the right."""
+        self.box(Box(0.5, 0.5, width - 1, height - 1), "page", radius=_PAGE_RADIUS)  # the border is one pixel wide
+        self.text(margin, _TITLE_LINE, title, TITLE, weight=_TITLE_WEIGHT)
+        self.text(width - margin, _TITLE_LINE, note, TEXT, "dim", "end")
 
     def polygon(self, points: Iterable[tuple[float, float]], kind: str) -> None:
         corners = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
@@ -115,12 +137,11 @@ def wide(words: str, size: float) -> float:
 
 
 def _stripes(name: str, tones: Sequence[int]) -> str:
-    step = 3.0
     bars = "".join(
-        f'<rect x="{_n(i * step)}" width="{_n(step)}" height="8" fill="{RANK_COLOURS[tone]}"/>'
+        f'<rect x="{_n(i * _STRIPE)}" width="{_n(_STRIPE)}" height="{_STRIPE_LENGTH}" fill="{RANK_COLOURS[tone]}"/>'
         for i, tone in enumerate(tones)
     )
-    size = f'width="{_n(step * len(tones))}" height="8"'
+    size = f'width="{_n(_STRIPE * len(tones))}" height="{_STRIPE_LENGTH}"'
     return f'<pattern id="{name}" patternUnits="userSpaceOnUse" {size} patternTransform="rotate(45)">{bars}</pattern>'
 
 

@@ -18,7 +18,7 @@ from math import prod
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.facts import ShardMap
 from meshwright.draw.parameters import Row, elements, fold
-from meshwright.draw.svg.canvas import Box, Canvas, Drawing, wide
+from meshwright.draw.svg.canvas import BOLD, DETAIL, LABEL, TEXT, Box, Canvas, Drawing, wide
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices
 
@@ -28,6 +28,32 @@ _BETWEEN = 0.045  # distance of rectangles, relative to the longest side of any
 _THIN = 0.02  # least side of a rectangle, relative to the longest side of any
 _FALL = 96.0  # pixels from the model to its ranks
 _CARD_GAP, _CARD_HEAD, _CARD_TALL = 10.0, 24.0, 78.0  # pixels: between cards, of a card's head, of its drawing at most
+# Distances and sizes in pixels. The card of a rank:
+_CARD_PAD = 10.0  # from its border to what is in it
+_CARD_BASELINE = 16.0  # from its top to the baseline of its head
+_BEFORE_COORDINATE = 18.0  # left of the coordinate in its head
+_CARD_SPACES = 30.0  # around and between the three texts of its head
+_CARD_RADIUS = 6  # of its corners
+# The panel of the model, for a group of ranks:
+_MODEL_TOP = 78.0  # from the top of the page to the parameters
+_MODEL_TALL = 150.0  # height of the parameters at most
+_PANEL_HEAD, _PANEL_FOOT, _PANEL_PAD = 28.0, 14.0, 12.0  # above the parameters, below, and at each side
+_PANEL_BASELINE = 18.0  # from the top of the panel to the name of its group
+_PANEL_RADIUS = 8  # of its corners
+# The name of a module in its rectangle:
+_NAME_SIZE = 9.5  # font size, smaller than any other, as most rectangles are small
+_NAME_ROOM = 4, 3  # a rectangle with a name is so much wider, and higher
+_NAME_DROP = 3.3  # from the middle of the text to its baseline
+# The mesh of the plan, between the model and its ranks:
+_PLAN_SIZE, _PLAN_LETTER = 13.5, 8.2  # font size; width of a letter
+_PLAN_HEIGHT, _PLAN_PAD = 30.0, 36.0  # height of the pill; space at both its ends together
+_PLAN_DROP, _DIVIDES_DROP = (
+    10.2,
+    21.0,
+)  # baselines of the mesh, above the middle of the fall, and of what axes do, below it
+# The page:
+_PAGE_FOOT = 40.0  # below the last card
+_LEGEND = 16.0  # from the baseline of the legend to the bottom
 _MOST_COLUMNS = 4  # of cards in a stage: narrower ones have no room for their text
 _DIVIDES = {
     "pp": "pp divides the layers",
@@ -52,13 +78,13 @@ def model_svg(shard_map: ShardMap, title: str) -> Drawing:
     canvas, groups = Canvas(), _groups(shard_map)
     width = (WIDTH - 2 * MARGIN - GAP * (len(groups) - 1)) / len(groups)
     packed = [_packed(group.rows) for group in groups]
-    scale = min((width - 24) / max(p.width for p in packed), 150 / max(p.height for p in packed))
+    scale = min((width - 2 * _PANEL_PAD) / max(p.width for p in packed), _MODEL_TALL / max(p.height for p in packed))
     cards = min(_card_scale(shard_map, width, pack) for pack in packed)
-    top, tall = 78.0, max(p.height for p in packed) * scale
-    below, bottom = top + tall + 14 + _FALL, 0.0
+    top, tall = _MODEL_TOP, max(p.height for p in packed) * scale
+    below, bottom = top + tall + _PANEL_FOOT + _FALL, 0.0
     for number, (group, pack) in enumerate(zip(groups, packed, strict=True)):
         left = MARGIN + number * (width + GAP)
-        panel = Box(left, top - 28, width, tall + 42)
+        panel = Box(left, top - _PANEL_HEAD, width, _PANEL_HEAD + tall + _PANEL_FOOT)
         bottom = max(bottom, _draw_ranks(canvas, shard_map, group, pack, Box(left, below, width, 0), cards))
         _fall(canvas, panel, Box(left, below, width, 0))
         _draw_model(canvas, shard_map, group, pack, panel, scale)
@@ -147,7 +173,7 @@ def _draw_model(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, 
     """Draws the parameters of a group, each part in the colours of the ranks that hold it."""
     left = panel.x + (panel.width - pack.width * scale) / 2
     for row, at in zip(group.rows, pack.boxes, strict=True):
-        box = Box(left + at.x * scale, panel.y + 28 + at.y * scale, at.width * scale, at.height * scale)
+        box = Box(left + at.x * scale, panel.y + _PANEL_HEAD + at.y * scale, at.width * scale, at.height * scale)
         facts = row.first
         for ranks, slices in shards.held_by(facts.name):
             holders = [rank for rank in ranks if rank in group.ranks]
@@ -157,17 +183,18 @@ def _draw_model(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, 
                 canvas.box(piece, fill=canvas.colour(holders), about=tooltip)
         _name(canvas, row, box)
     if group.name:
-        canvas.text(panel.x + 12, panel.y + 18, group.name, 12, weight=600)
+        canvas.text(panel.x + _PANEL_PAD, panel.y + _PANEL_BASELINE, group.name, TEXT, weight=BOLD)
 
 
 def _name(canvas: Canvas, row: Row, box: Box) -> None:
     """Draws the name of a parameter's module within its rectangle, or the first word of it, if there is room."""
     parts = [part for part in row.label.split(".") if part not in ("weight", "bias")]
     name = parts[-1] if parts else row.label
-    size = 9.5
+    more_width, more_height = _NAME_ROOM
     for words in (name, name.split("_")[0]):
-        if wide(words, size) <= box.width - 4 and box.height >= size + 3:
-            canvas.text(box.x + box.width / 2, box.y + box.height / 2 + 3.3, words, size, "on", "middle", 600)
+        if wide(words, _NAME_SIZE) <= box.width - more_width and box.height >= _NAME_SIZE + more_height:
+            x, y = box.x + box.width / 2, box.y + box.height / 2 + _NAME_DROP
+            canvas.text(x, y, words, _NAME_SIZE, "on", "middle", BOLD)
             return
 
 
@@ -175,7 +202,7 @@ def _fall(canvas: Canvas, above: Box, below: Box) -> None:
     canvas.polygon(
         [(above.x, above.bottom), (above.right, above.bottom), (below.right, below.y), (below.x, below.y)], "fall"
     )
-    canvas.box(above, "card", radius=8)
+    canvas.box(above, "card", radius=_PANEL_RADIUS)
 
 
 def _columns(shards: ShardMap) -> int:
@@ -187,7 +214,7 @@ def _columns(shards: ShardMap) -> int:
 def _card_scale(shards: ShardMap, width: float, pack: _Packed) -> float:
     """Pixels for each element in a card. ``width``: of all cards beside each other, in pixels."""
     columns = _columns(shards)
-    room = (width - _CARD_GAP * (columns - 1)) / columns - 20
+    room = (width - _CARD_GAP * (columns - 1)) / columns - 2 * _CARD_PAD
     return min(room / pack.width, _CARD_TALL / pack.height)
 
 
@@ -195,12 +222,12 @@ def _draw_ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, 
     """Draws a card for each rank. Returns the y coordinate of the lower end of the last one."""
     columns, gap, head = _columns(shards), _CARD_GAP, _CARD_HEAD
     width = (panel.width - gap * (columns - 1)) / columns
-    height = head + pack.height * scale + 10
+    height = head + pack.height * scale + _CARD_PAD
     bottom = panel.y
     for number, rank in enumerate(group.ranks):
         down, across = divmod(number, columns)
         card = Box(panel.x + across * (width + gap), panel.y + down * (height + gap), width, height)
-        canvas.box(card, "card", radius=6)
+        canvas.box(card, "card", radius=_CARD_RADIUS)
         _rank(canvas, shards, rank, card)
         left = card.x + (card.width - pack.width * scale) / 2
         for row, at in zip(group.rows, pack.boxes, strict=True):
@@ -216,36 +243,36 @@ def _draw_ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, 
 
 def _rank(canvas: Canvas, shards: ShardMap, rank: int, card: Box) -> None:
     """Draws the head of a card: the rank, its coordinate, and the bytes that it holds."""
-    canvas.text(card.x + 10, card.y + 16, f"rank {rank}", 11, weight=600)
-    nbytes = size_text(shards.bytes_at(rank))
-    canvas.text(card.right - 10, card.y + 16, nbytes, 10, "dim", "end")
+    name, nbytes, baseline = f"rank {rank}", size_text(shards.bytes_at(rank)), card.y + _CARD_BASELINE
+    canvas.text(card.x + _CARD_PAD, baseline, name, LABEL, weight=BOLD)
+    canvas.text(card.right - _CARD_PAD, baseline, nbytes, DETAIL, "dim", "end")
     coordinate = shards.mesh.coordinate(rank)
     text = " · ".join(f"{axis} {index}" for axis, index in coordinate.items() if axis != "pp")
-    if wide(text, 10) < card.width - 30 - wide(f"rank {rank}", 11) - wide(nbytes, 10):
-        canvas.text(card.x + 18 + wide(f"rank {rank}", 11), card.y + 16, text, 10, "dim")
+    if wide(text, DETAIL) < card.width - _CARD_SPACES - wide(name, LABEL) - wide(nbytes, DETAIL):
+        canvas.text(card.x + _BEFORE_COORDINATE + wide(name, LABEL), baseline, text, DETAIL, "dim")
 
 
 def _plan(canvas: Canvas, shards: ShardMap, middle: float) -> None:
     """Draws the mesh of the plan, between the model and its ranks."""
     text = "mesh: {" + ", ".join(f"{axis}: {size}" for axis, size in shards.mesh.axes) + "}"
-    width = len(text) * 8.2 + 36
-    canvas.box(Box((WIDTH - width) / 2, middle - 30, width, 30), "pill", radius=15)
-    canvas.text(WIDTH / 2, middle - 10.2, text, 13.5, "pill-text mono", "middle", 600)
-    canvas.text(WIDTH / 2, middle + 21, "  ·  ".join(_DIVIDES[a] for a in shards.mesh.names), 12, "dim", "middle")
+    width = len(text) * _PLAN_LETTER + _PLAN_PAD
+    pill = Box((WIDTH - width) / 2, middle - _PLAN_HEIGHT, width, _PLAN_HEIGHT)
+    canvas.box(pill, "pill", radius=_PLAN_HEIGHT / 2)
+    canvas.text(WIDTH / 2, middle - _PLAN_DROP, text, _PLAN_SIZE, "pill-text mono", "middle", BOLD)
+    divides = "  ·  ".join(_DIVIDES[axis] for axis in shards.mesh.names)
+    canvas.text(WIDTH / 2, middle + _DIVIDES_DROP, divides, TEXT, "dim", "middle")
 
 
 def _page(canvas: Canvas, shards: ShardMap, title: str, bottom: float) -> Drawing:
     """The drawing on its page, with a title above and a legend below."""
-    height = bottom + 40
+    height = bottom + _PAGE_FOOT
     page = Canvas()
-    page.box(Box(0.5, 0.5, WIDTH - 1, height - 1), "page", radius=12)
-    page.text(MARGIN, 34, title, 17, weight=650)
     size = f"{count_text(shards.numel)} parameters, {size_text(shards.bytes)}, on one device"
-    page.text(WIDTH - MARGIN, 34, size, 12, "dim", "end")
+    page.page(WIDTH, height, MARGIN, title, size)
     legend = (
         "A rectangle is a parameter, in its own proportions. A colour: the rank that holds a piece; stripes: several."
     )
-    page.text(MARGIN, height - 16, legend, 11, "dim")
+    page.text(MARGIN, height - _LEGEND, legend, LABEL, "dim")
     page.absorb(canvas)
     bytes_of_ranks = "; ".join(f"rank {r} holds {size_text(b)}" for r, b in enumerate(shards.bytes_by_rank))
     return page.svg(WIDTH, height, title, f"{size}. Mesh: {shards.mesh}. {bytes_of_ranks}.")

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from meshwright.draw.svg.canvas import RANK_COLOURS, Box, Canvas, Drawing
+from meshwright.draw.svg.canvas import BOLD, LABEL, RANK_COLOURS, Box, Canvas, Drawing
 from meshwright.schedule import Schedule, idle, timeline
 
-WIDTH, MARGIN, LABEL, LINE = (
+# In pixels:
+WIDTH, MARGIN, NAME, LINE = (
     1000.0,
     22.0,
     58.0,
     30.0,
-)  # pixels: the page, its margin, room for "rank 12", a line's height
+)  # the page, its margin, room for "rank 12", from one line to the next
+_TOP, _BOTTOM = 54.0, 44.0  # the head of the page, with the title; its foot, with the legend
+_BETWEEN_LINES = 4  # of the distance from line to line
+_BASELINE = 18.0  # of text in a line, from the line's top
+_LEGEND = 14  # the baseline of the legend, from the bottom
+_INSET, _RADIUS = 0.7, 3  # of a box in its time, so that neighbours are apart; of its corners
+_ROOM = 13  # a box that is wider has room for the number of its microbatch
 _KINDS = {"F": "forward", "B": "backward", "I": "backward, gradients of inputs", "W": "backward, gradients of weights"}
 
 
 def schedule_svg(schedule: Schedule, title: str) -> Drawing:
     """The drawing of a schedule, as the text of an SVG file. A backward takes as long as two forwards."""
     canvas, spans = Canvas(), timeline(schedule)
-    unit = (WIDTH - 2 * MARGIN - LABEL) / max(span.stop for span in spans)
-    height = 64 + LINE * len(schedule.ranks) + 34
-    canvas.box(Box(0.5, 0.5, WIDTH - 1, height - 1), "page", radius=12)
-    canvas.text(MARGIN, 34, title, 17, weight=650)
+    unit = (WIDTH - 2 * MARGIN - NAME) / max(span.stop for span in spans)
+    height = _TOP + LINE * len(schedule.ranks) + _BOTTOM
     rest = f"ranks rest for {100 * idle(spans):.1f} % of the time"
-    canvas.text(WIDTH - MARGIN, 34, rest, 12, "dim", "end")
+    canvas.page(WIDTH, height, MARGIN, title, rest)
     for rank in range(len(schedule.ranks)):
-        y = 54 + LINE * rank
-        canvas.text(MARGIN, y + 18, f"rank {rank}", 11, weight=600)
-        canvas.box(Box(MARGIN + LABEL, y, WIDTH - 2 * MARGIN - LABEL, LINE - 4), "ghost", radius=3)
+        y = _TOP + LINE * rank
+        canvas.text(MARGIN, y + _BASELINE, f"rank {rank}", LABEL, weight=BOLD)
+        canvas.box(Box(MARGIN + NAME, y, WIDTH - 2 * MARGIN - NAME, LINE - _BETWEEN_LINES), "ghost", radius=_RADIUS)
     for rank, start, stop, action in spans:
-        box = Box(MARGIN + LABEL + start * unit, 54 + LINE * rank, (stop - start) * unit, LINE - 4)
+        box = Box(MARGIN + NAME + start * unit, _TOP + LINE * rank, (stop - start) * unit, LINE - _BETWEEN_LINES)
         tooltip = f"stage {action.stage}, microbatch {action.microbatch}, {_KINDS[action.kind]}"
-        canvas.box(box.inner(0.7), fill=RANK_COLOURS[action.stage % 8], radius=3, about=tooltip)
+        colour = RANK_COLOURS[action.stage % len(RANK_COLOURS)]
+        canvas.box(box.inner(_INSET), fill=colour, radius=_RADIUS, about=tooltip)
         if action.kind != "F":
-            canvas.box(box.inner(0.7), "shade", radius=3)
-        if box.width > 13:
-            canvas.text(box.x + box.width / 2, box.y + 17.5, str(action.microbatch), 11, "on", "middle", 600)
+            canvas.box(box.inner(_INSET), "shade", radius=_RADIUS)
+        if box.width > _ROOM:
+            middle, baseline = box.x + box.width / 2, box.y + _BASELINE - 0.5  # half a pixel: its text has an outline
+            canvas.text(middle, baseline, str(action.microbatch), LABEL, "on", "middle", BOLD)
     legend = "A box is one microbatch in one stage: a forward, or, darker, a backward of twice the time. A colour is a stage."
-    canvas.text(MARGIN, height - 14, legend, 11, "dim")
+    canvas.text(MARGIN, height - _LEGEND, legend, LABEL, "dim")
     about = "; ".join(
         f"rank {rank}: {' '.join(str(span.action) for span in spans if span.rank == rank)}"
         for rank in range(len(schedule.ranks))

@@ -1,1 +1,1 @@
-"""A pipeline at work: the actions of a schedule, programs for other lengths, a backward in two."""
+"""Runs a pipeline: the actions of a schedule, programs for other lengths, a backward in two halves."""

@@ -1,10 +1,11 @@
-"""A backward in two halves: gradients of activations now, those of weights later, as zero-bubble schedules want it.
+"""``DeferredWeightGrads``: splits a backward in two halves, as zero-bubble schedules need: first activations, then weights.
 
-While ``DeferredWeightGrads`` is on, a product with a parameter is a function whose backward gives the gradient of its input and
-keeps, for later, what that of the weight is made from. Everything else goes through one plain backward; so whatever the
-model does, the sum of both halves is the gradient. (Qi et al., arXiv 2401.10241, section 2. Torch's own split walks the
-autograd graph instead, and where parts of it serve several weights, as encoder states do, it gave other gradients from run to
-run; and it orders its parts by address, so that tensor-parallel ranks wait for each other.)
+While it is on, a product with a parameter becomes an autograd Function. Its backward returns the gradient of the input, and
+keeps the tensors from which the gradient of the weight is computed later. All other gradients are computed in the first half.
+So for any model, the sum of both halves is the gradient. (Qi et al., arXiv 2401.10241, section 2.)
+
+Torch's own split walks the autograd graph instead. If parts of the graph serve several weights, as encoder states do, its
+gradients differed from run to run. It also orders parts by memory address, so that tensor-parallel ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _ADDMMS = (torch.addmm, Tensor.addmm)
 
 
 class DeferredWeightGrads(FunctionMode):
-    """For the forward and the first half of the backward of one microbatch in one stage.
+    """The function mode for the forward and the first half of the backward of one microbatch in one stage.
 
-    Entered outside the view, so that it meets what the view's rules do with local tensors.
+    Entered outside the SPMD mode, so that it sees the local functions that the dispatcher calls.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class DeferredWeightGrads(FunctionMode):
         self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # (A transform takes no custom Function of this kind.)
+        # (torch.func transforms do not support autograd Functions of this kind.)
         if not kwargs and torch.is_grad_enabled() and not transforming():
             if func is functional.linear and _is_weight(args[1]):
                 return self._product(args[0], args[1], args[2] if len(args) > 2 else None, turned=True)
@@ -52,21 +53,21 @@ class DeferredWeightGrads(FunctionMode):
         return _Product.apply(x, _anchor(w), w, bias, weight, self, turned)
 
     def finish(self) -> None:
-        """The second half."""
+        """The second half: computes the weight gradients and adds them to the parameters."""
         waiting, self.waiting = self.waiting, []
         for weight, gradient in waiting:
             torch.autograd.backward(weight, gradient().to(weight.dtype))
 
 
 def _is_weight(w: Any) -> bool:
-    """Whether a tensor is a parameter, or this rank's part of one."""
+    """Whether a tensor is a trained matrix: a parameter, or this rank's part of one."""
     if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2:
         return False
     return (isinstance(w, nn.Parameter) and type(w) is nn.Parameter) or getattr(w, "_mw_is_parameter", False)
 
 
 def _under_autocast(t: Tensor) -> Tensor:
-    """An operand of a product in the type that it has there: the backward is of that type, and runs outside."""
+    """An operand of a product, cast as autocast casts it: our backward runs outside of autocast and needs the same type."""
     kind = t.device.type
     if not torch.is_autocast_enabled(kind) or not t.is_floating_point() or t.dtype == torch.float64:
         return t
@@ -74,12 +75,12 @@ def _under_autocast(t: Tensor) -> Tensor:
 
 
 def _anchor(w: Tensor) -> Tensor:
-    """Makes the result require a gradient where the input needs none."""
+    """A scalar that requires a gradient, so that the result of a product does, also if its input does not."""
     return torch.zeros((), dtype=w.dtype, device=w.device, requires_grad=True)
 
 
 class _Product(torch.autograd.Function):
-    """``x @ w.T + bias`` (``turned``) or ``x @ w + bias``; the gradient of ``weight`` waits."""
+    """``x @ w.T + bias`` (if ``turned``) or ``x @ w + bias``. The gradient of ``weight`` is deferred."""
 
     @staticmethod
     def forward(
@@ -101,11 +102,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         turned = ctx.turned
-        kept = g.clone()  # autograd may give a parameter the same memory, and add later microbatches' gradients there
+        output_grad = (
+            g.clone()
+        )  # autograd may use g's memory for a parameter's gradient, and add later microbatches there
 
         def gradient() -> Tensor:
-            rows, out = x.reshape(-1, x.shape[-1]), kept.reshape(-1, g.shape[-1])
-            return out.T @ rows if turned else rows.T @ out
+            inputs, grads = x.reshape(-1, x.shape[-1]), output_grad.reshape(-1, g.shape[-1])
+            return grads.T @ inputs if turned else inputs.T @ grads
 
         ctx.later.waiting.append((ctx.weight, gradient))
         gx = (g @ w if turned else g @ w.T) if ctx.needs_input_grad[0] else None

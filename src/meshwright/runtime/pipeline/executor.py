@@ -1,4 +1,4 @@
-"""``Executor``: runs forwards and backwards of this rank's stages. A model that is not in parts is a pipeline of one stage."""
+"""``Executor``: runs forwards and backwards of this rank's stages. A model without a pipeline is one stage."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Executor:
 
     Args:
         stages: of this rank.
-        programs: what parts of a forward are; None if the model is not in parts.
-        loss: the loss of the model's output.
+        programs: recorded forwards, divided into stages; None if the model runs as one part.
+        loss: of the model's output.
     """
 
     def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
@@ -41,7 +41,7 @@ class Executor:
 
     @property
     def spans(self) -> list[tuple[Action, float, float]]:
-        """When each action of the last step ran, in seconds."""
+        """(action, begin, end) of the last step, in seconds."""
         return self._stages.spans
 
     @property
@@ -51,7 +51,7 @@ class Executor:
 
     @property
     def traffic(self) -> Traffic:
-        """What was sent to other stages so far, and what this rank waits for."""
+        """Counts of sends to other stages, and the stages that this rank waits for."""
         return self._stages.traffic
 
     def run(
@@ -62,34 +62,34 @@ class Executor:
         *,
         backward: bool,
     ) -> list[Tensor]:
-        """Forward (and backward) of all microbatches; their losses, scaled, on the ranks of the last stage.
+        """Runs the forward (and backward) of all microbatches. Returns their scaled losses, on the ranks of the last stage.
 
         Args:
-            pieces: the microbatches of this rank's rows, with the share of the loss that each has.
-            begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before
-                has left.
-            backward: whether gradients are added to ``.grad``.
-            watched: what is on during the forward of a stage and microbatch.
+            pieces: the microbatches of this rank's rows, with the share of the loss of each.
+            begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first
+                one left. None: each microbatch begins with the state that the previous one left.
+            watched: a context for the forward of each stage and microbatch.
+            backward: whether to run the backward, which adds gradients to ``.grad``.
         """
         step = self.step(pieces, called, self._loss, begin, watched, backward=backward)
         step.perform()
         return step.losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, its tensors whole, on the ranks of the last stage; None on others."""
+        """Runs a forward. Returns the model's output with whole tensors, on the ranks of the last stage; None on others."""
         step = self.step(Pieces([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
         step.perform()
         return step.result
 
     def record(self, batch: Any) -> None:
-        """The forward for a batch of these shapes is recorded, if parts of it run and it is not yet."""
+        """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""
         if self.programs is not None:
             self.programs.of(batch, called, self._loss)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Forwards may compute in a wider type than was recorded (runtime/coupling/float64.py): what crosses is cast to the
-        recorded one."""
+        """In its block, forwards may compute in a wider type than was recorded (runtime/coupling/float64.py). Values that are
+        sent between stages are cast to the recorded type."""
         self._trying = True
         try:
             with self._stages.trying():
@@ -107,8 +107,13 @@ class Executor:
         *,
         backward: bool,
     ) -> Step:
-        """One pass over the schedule, not begun. ``call`` runs the model on a piece; ``loss`` is taken of what it returns, or
-        nothing is; the rest is as for ``run``."""
+        """A pass over the schedule, ready to begin.
+
+        Args:
+            call: runs the model on a microbatch.
+            loss: of the model's output; None: the output itself is the result.
+            pieces, begin, watched, backward: as for ``run``.
+        """
         grad = backward or self._trying
         programs = self._programs(pieces.batches, call, loss, grad=grad)
         schedule = self._schedule(edges_of(programs, backward=backward), len(pieces.batches), backward=backward)
@@ -117,30 +122,38 @@ class Executor:
         )
 
     def edges(self, batches: Sequence[Any]) -> Edges:
-        """Where values and their gradients cross from stage to stage in a step of these microbatches."""
+        """The pairs of stages between which values and gradients are sent in a step of these microbatches."""
         return edges_of(self._programs(batches, called, self._loss, grad=True), backward=True)
 
     def _programs(self, batches: Sequence[Any], call: Call, loss: Loss | None, *, grad: bool) -> list[Program]:
-        known = self.programs
-        return [known.of(batch, call, loss, grad=grad) for batch in batches] if known is not None else []
+        """The program of each microbatch; empty if the model runs as one part."""
+        if self.programs is None:
+            return []
+        return [self.programs.of(batch, call, loss, grad=grad) for batch in batches]
 
     def _schedule(self, edges: Edges, microbatches: int, *, backward: bool) -> Schedule:
-        """The actions of each rank of the pipeline axis, transfers among them."""
+        """The actions of each rank of the pipeline axis, with transfers. Recent schedules are cached."""
         recipe = self._stages.recipe
 
         def make() -> Schedule:
             ranks, stages = recipe.mesh.axis_size("pp"), len(recipe.stage_rank)
-            plain = make_schedule(recipe.schedule, ranks, stages, microbatches, backward=backward)
-            return with_transfers(plain, edges.forward, edges.backward)
+            computations = make_schedule(recipe.schedule, ranks, stages, microbatches, backward=backward)
+            return with_transfers(computations, edges.forward, edges.backward)
 
-        return self._schedules.made((microbatches, edges, backward), make)
+        return self._schedules.get_or_make((microbatches, edges, backward), make)
 
 
 def edges_of(programs: Sequence[Program], *, backward: bool) -> Edges:
-    """Where values cross in any of these programs."""
-    values = tuple(sorted({edge for p in programs for edge in p.crossing.values}))
-    back = tuple(e for e in values if any(e in p.crossing.values and p.differentiable(e) for p in programs))
-    return Edges(values, back if backward else ())
+    """The pairs of stages between which any of these programs sends values; and gradients, if ``backward``."""
+    forward_edges = tuple(sorted({edge for program in programs for edge in program.crossing.values}))
+    if not backward:
+        return Edges(forward_edges, ())
+    backward_edges = tuple(
+        edge
+        for edge in forward_edges
+        if any(edge in program.crossing.values and program.differentiable(edge) for program in programs)
+    )
+    return Edges(forward_edges, backward_edges)
 
 
 def _call(model: nn.Module, arguments: Any) -> Any:

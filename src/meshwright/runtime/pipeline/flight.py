@@ -1,4 +1,4 @@
-"""``Flight``: a microbatch in one stage, from its forward to the end of its backward."""
+"""``Flight``: the tensors of one microbatch in one stage, from its forward to the end of its backward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrad
 
 @dataclass
 class Flight:
-    """What a stage holds of a microbatch.
+    """The tensors of a microbatch that a stage holds. Values have the numbers of the recorded graph.
 
     Attributes:
-        arrived: values, then gradients, from stages of other ranks; by their numbers.
-        received: value → the leaf that collects its gradient.
-        outputs: value → what this stage gave, for other stages.
+        arrived: (number, tensor) of values, later of gradients, from stages of other ranks.
+        received: number of a value → the leaf that collects its gradient.
+        outputs: number of a value → the tensor that this stage computed for other stages.
         loss: on the last stage.
-        ends: from where else a backward begins, if it begins (runtime/weights/unused.py).
-        grads: value → its gradients, from each stage that takes it.
-        back: value → the gradient that goes back to the stage that gave it, if any, until it is sent.
-        later: what is left to do of a backward in halves.
+        ends: other tensors from which a backward begins, if there is one (runtime/weights/unused.py).
+        grads: number of an output → its gradients, one from each stage that uses it.
+        back: number of a received value → its gradient, which is sent to the stage that computed the value; None if it has
+            none. Removed when it is sent.
+        later: the deferred weight gradients, if the backward is split in two halves.
     """
 
     arrived: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Flight:
     later: DeferredWeightGrads | None = None
 
     def roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What a backward starts from, with the gradients that other stages gave, summed."""
+        """(tensors from which the backward starts, their gradients: the sums of those from other stages)."""
         if self.loss is not None:
             roots = [self.loss, *self.ends] if self.loss.requires_grad else []
             return roots, [None for _ in roots]
@@ -46,13 +47,15 @@ class Flight:
         return [t for t, _ in pairs], [g for _, g in pairs]
 
     def end(self) -> None:
-        """After the backward: nothing is held but what is still to be sent back, and what is left of the backward."""
+        """Call after the backward: releases all tensors but the gradients to send, and the deferred weight gradients."""
         self.received, self.outputs, self.loss, self.ends, self.grads, self.arrived = {}, {}, None, [], {}, []
 
 
 def _has_graph(t: Tensor) -> bool:
-    """Whether a backward can start at a tensor. A view that was made without gradients says that it requires them, as what it
-    is a view of does, and has no graph."""
+    """Whether a backward can start at a tensor.
+
+    A view under ``no_grad`` of a tensor that requires gradients says that it requires them, too, but has no graph.
+    """
     if not t.requires_grad or t.grad_fn is not None:
         return t.requires_grad
     try:

@@ -1,4 +1,4 @@
-"""What modules keep, if several ranks or several stages of one rank run forwards of the same microbatch."""
+"""State that modules keep in attributes, if several ranks, or several stages of a rank, run forwards of one microbatch."""
 
 from __future__ import annotations
 
@@ -16,58 +16,73 @@ from meshwright.runtime.module_state import content_of, fill
 
 @contextmanager
 def kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
-    """What other stages change of what modules keep is, here, after a forward what it was before."""
-    slots = [slot for slot, p in program.graph.changes.items() if not program.start <= p < program.stop]
-    before = [_Held.of(model, slot) for slot in slots]
+    """In its block, a forward of one stage. Afterwards, attributes that other stages change have their values from before.
+
+    A stage follows the whole forward, so it may also run code that changes attributes on behalf of other stages.
+    """
+    slots = [slot for slot, event in program.graph.changes.items() if not program.start <= event < program.stop]
+    contents = [_SlotContent.of(model, slot) for slot in slots]
     try:
         yield
     finally:
-        for held in before:
-            if held.value is not None and held.value is not _MISSING:
-                held.put_back(model)
+        for content in contents:
+            if content.value is not None and content.value is not _MISSING:
+                content.restore(model)
 
 
 class OwnConstants:
-    """Constants of Python's that each stage changes (``ModelGraph.repeated``), if a rank has several stages: each of them
-    goes on from what it has left itself, as a rank does that has this stage alone.
+    """Gives each stage of a rank its own values of Python constants that every stage changes (``ModelGraph.repeated``).
+
+    So a stage continues from the values that it has left itself, as on a rank with this stage alone. Does nothing if the rank
+    has one stage.
 
     Args:
-        slots: where modules keep them.
+        model: the model.
+        slots: the attributes with these constants.
+        stages: numbers of this rank's stages.
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], stages: Sequence[int]) -> None:
         self._model, self._slots = model, slots if len(stages) > 1 else []
-        begin = [_Held.of(model, slot) for slot in self._slots]
-        self._states = dict.fromkeys(stages, begin)
+        begin = [_SlotContent.of(model, slot) for slot in self._slots]
+        self._contents = dict.fromkeys(stages, begin)
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """For the time of a forward of a stage. What it leaves stays: all stages leave the same."""
-        for held in self._states[stage]:
-            held.put_back(self._model)
+        """In its block, a forward, the attributes have the values of this stage. The new values stay in the model afterwards;
+        all stages leave equal ones."""
+        for content in self._contents[stage]:
+            content.restore(self._model)
         yield
-        self._states[stage] = [_Held.of(self._model, slot) for slot in self._slots]
+        self._contents[stage] = [_SlotContent.of(self._model, slot) for slot in self._slots]
 
 
 _MISSING = object()
 
 
-class _Held(NamedTuple):
-    """What a slot held: the very thing, and of a container what was in it. ``_MISSING``: there was no such attribute."""
+class _SlotContent(NamedTuple):
+    """The value of an attribute at one moment.
+
+    Attributes:
+        slot: the module and the path of the attribute in it.
+        value: the object itself; ``_MISSING`` if the attribute did not exist.
+        content: a copy of the items of a list, dict or set; None for other values.
+    """
 
     slot: Slot
     value: Any
     content: Any
 
     @staticmethod
-    def of(model: nn.Module, slot: Slot) -> _Held:
+    def of(model: nn.Module, slot: Slot) -> _SlotContent:
+        """The present value of an attribute."""
         value, owner = slot_value(model, slot), owner_of(model.get_submodule(slot[0]), slot[1])
         if value is None and (owner is None or owner[1] not in attributes_in(owner[0])):
             value = _MISSING
-        return _Held(slot, value, content_of(value) if type(value) in (list, dict, set) else None)
+        return _SlotContent(slot, value, content_of(value) if type(value) in (list, dict, set) else None)
 
-    def put_back(self, model: nn.Module) -> None:
-        """The slot has this again."""
+    def restore(self, model: nn.Module) -> None:
+        """Gives the attribute this value again; of a container, also its items."""
         owner = owner_of(model.get_submodule(self.slot[0]), self.slot[1])
         if owner is None:
             return

@@ -1,4 +1,4 @@
-"""``OwnNumbers``: the generators that modules hold, if a rank has several stages."""
+"""``OwnNumbers``: a state of the modules' random generators for each stage, if a rank has several stages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from meshwright.generators import state_digest
 
 
 class OwnNumbers:
-    """Each stage draws from the generators in all of its forwards, as a rank does that has this stage alone
-    (``StageProgram.along``)."""
+    """Gives each stage of a rank a state of its own for the generators that modules hold.
+
+    So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.along``). Does nothing if
+    the rank has one stage.
+    """
 
     def __init__(self, generators: Sequence[Any], stages: Sequence[int]) -> None:
         self._generators = generators if len(stages) > 1 else []
@@ -21,16 +24,16 @@ class OwnNumbers:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """For the time of a forward of a stage."""
+        """In its block, a forward, the generators have the state of this stage."""
         for generator, state in zip(self._generators, self._states[stage], strict=True):
             set_state_of(generator, state)
         yield
         self._states[stage] = [state_of(g) for g in self._generators]
 
     def end(self) -> None:
-        """After the last forward: what one stage alone has drawn has been drawn."""
+        """Call after the last forward: each generator gets the state of the first stage that has drawn from it."""
         for i, (generator, begin) in enumerate(zip(self._generators, self._begin, strict=True)):
-            before = state_digest({"": begin})
+            digest_before = state_digest({"": begin})
             after = (states[i] for states in self._states.values())
-            drawn = (state for state in after if state_digest({"": state}) != before)
-            set_state_of(generator, next(drawn, begin))
+            changed = (state for state in after if state_digest({"": state}) != digest_before)
+            set_state_of(generator, next(changed, begin))

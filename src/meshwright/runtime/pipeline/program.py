@@ -1,11 +1,11 @@
-"""``Programs``: a forward as stages run it, recorded for the sizes of a batch.
+"""``Programs``: forwards divided into stages, recorded for the sizes of a batch and cached.
 
-    sizes of a batch ──► recorded before?  the values that decided are the same?  ──► Program
-                    └──► between lengths that were recorded                        ──► Program, of a resized graph
-                    └──► neither: the forward is recorded, and the ranks of a copy of the model compare what they have
+    sizes of a batch ──► recorded before, and the values that decided its path are equal  ──► cached Program
+                    └──► between recorded lengths                                          ──► Program of a resized graph
+                    └──► neither: record the forward, and compare it between the ranks of one copy of the model
 
-What is sent and received follows from a program alone. So the ranks that send to each other agree on it once, when it is new,
-and not at each send.
+A program determines all sends and receives. So the ranks that send to each other compare it once, when it is new, and not at
+each send.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from meshwright.switches import NO_SWITCHES, Switch, Switches
 Edge = tuple[int, int]
 """(stage, later stage)"""
 Call = Callable[[nn.Module, Any], Any]
-"""(model, batch) → what the model returns for it"""
+"""(model, batch) → the model's output"""
 
 
 class Replanner(Protocol):
-    """What a run asks of planning, for batches of other shapes than the sample's. It has the model, with shapes alone."""
+    """The interface from a run to planning: records forwards for batches of other shapes than the sample's.
+
+    An implementation has a copy of the model without values.
+    """
 
     def graph(
         self,
@@ -50,8 +53,14 @@ class Replanner(Protocol):
         evaluating: Evaluating = frozenset(),
         switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> ModelGraph:
-        """A forward, recorded, with where stages begin in it; ``run`` runs it, ``grad``: whether it is one for a backward;
-        ``evaluating``: the modules that are in evaluation mode; ``switches``: what a person has set on modules."""
+        """Records a forward, and cuts it into stages.
+
+        Args:
+            run: runs the forward of a model.
+            grad: whether gradients are enabled.
+            evaluating: the modules that are in eval mode.
+            switches: settings that a person has changed on modules.
+        """
 
     def record(self, batch: Any, recorder: Any, evaluating: Evaluating = frozenset()) -> None:
         """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
@@ -59,11 +68,13 @@ class Replanner(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """A forward recorded for some shapes, and what crosses its cuts.
+    """A forward that was recorded for one set of shapes, divided into stages.
 
     Attributes:
-        stages: those of this rank.
-        writes: the tensors of the batch that the forward writes to, by their places in it.
+        graph: the recorded forward.
+        crossing: the values that cross between stages.
+        stages: number → program, of this rank's stages.
+        writes: the tensors of the batch that the forward writes to, by their index among its tensors.
     """
 
     graph: ModelGraph
@@ -72,30 +83,33 @@ class Program:
     writes: frozenset[int]
 
     def differentiable(self, edge: Edge) -> tuple[int, ...]:
-        """The values over an edge whose gradients come back: those that a backward from the loss comes to, as what is before
-        a ``detach`` has no gradient, and no zeros either."""
+        """The values over an edge whose gradients are sent back: those that a backward from the loss reaches. A value before a
+        ``detach`` has no gradient, not even zeros."""
         return tuple(n for n in self.crossing.values[edge] if n in self.graph.live)
 
     @property
     def digest(self) -> int:
-        """The same number, below 2**32, on ranks that would send each other the same; it differs, all but surely, otherwise."""
+        """A 32-bit checksum of all that determines sends and receives. Ranks with matching transfers have equal ones."""
         graph, crossing = self.graph, sorted(self.crossing.values.items())
         events = [(e.path, e.index, e.function, e.inputs, e.outputs) for e in graph.events]
         crossed = {n for _, numbers in crossing for n in numbers}
         values = [(n, graph.values[n].shape, graph.values[n].dtype, n in graph.live) for n in sorted(crossed)]
-        told = self.crossing.cuts, crossing, values, sorted(self.writes), sorted(graph.ways), events
-        return zlib.crc32(repr(told).encode())
+        facts = self.crossing.cuts, crossing, values, sorted(self.writes), sorted(graph.ways), events
+        return zlib.crc32(repr(facts).encode())
 
 
 class Programs:
-    """The programs of a job, as batches ask for them.
+    """The programs of a job. They are recorded when a batch needs them.
 
     Args:
-        stages: those of this rank.
-        among: the groups of ranks that run one copy of the model: those of its stages, and of its tensor parallelism.
-        modes: of the model that runs; ``switches``: what a person sets on it between steps.
-        mine: the places that this rank is of, if there are branches.
-        streamed: whether this rank runs blocks at the same time.
+        recipe: every decision of the plan.
+        replanner: records forwards.
+        stages: numbers of this rank's stages.
+        among: the process groups of ranks that run one copy of the model: over its stages, and over tp.
+        modes: train or eval mode of the model's modules.
+        switches: settings that a person changes on modules between steps.
+        mine: numbers of the submeshes that contain this rank, if there are branches.
+        streamed: whether this rank runs blocks on several streams.
     """
 
     def __init__(
@@ -118,15 +132,17 @@ class Programs:
         self._of_values = ByValues[Program]()
 
     def of(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
-        """The forward for a microbatch of these shapes. Collective if it is new: all ranks of a copy of the model ask for it.
+        """The program for a microbatch of these shapes. Collective over the ranks of a copy of the model, if it is new.
 
         Args:
-            loss: None if the output itself is wanted.
-            grad: whether it is recorded with gradients on: a model may ask.
+            batch: the microbatch.
+            call: runs the model on it.
+            loss: of the model's output; None: the output itself is the result.
+            grad: whether gradients are enabled: a model may ask for that.
 
         Raises:
-            UncutPathError: it cannot be cut so that each stage has what it uses.
-            StageError: the ranks recorded different ones.
+            UncutPathError: the forward cannot be cut so that each stage has the parameters and buffers that it uses.
+            StageError: ranks recorded different forwards.
         """
         evaluating = self._modes.now()
         with without_modes():  # in a trial, which may tell another type
@@ -136,13 +152,13 @@ class Programs:
         def record() -> Program:
             graph, writes = self._recorded(batch, call, loss, evaluating, grad=grad)
             path = (sizes, graph.signature) if sizes is not None else object()
-            recorded.append(self._of_paths.made(path, lambda: self._program(graph, writes, loss is None)))
+            recorded.append(self._of_paths.get_or_make(path, lambda: self._program(graph, writes, loss is None)))
             deciding = self._deciding(graph, batch)
             if sizes is not None and deciding is not None:
                 self._of_values.put(sizes, batch, deciding, recorded[-1])
             return recorded[-1]
 
-        known = self._of_sizes.made(sizes, record)
+        known = self._of_sizes.get_or_make(sizes, record)
         if not known.graph.of_this_batch or recorded:
             return known
         # Another batch of these sizes may take another path, unless the values that were read are the same.
@@ -162,35 +178,38 @@ class Programs:
 
         with random_numbers_kept():
             graph = self.replanner.graph(run, grad=grad, evaluating=evaluating, switches=self._switches.common[1])
-        # Not within: a look at values would seem to be the forward's own.
+        # After the recording: within it, reading values would count as a read of the forward.
         return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
-        """The tensors of a batch, by their places, whose values decided what was recorded; None if not they alone did."""
+        """The tensors of a batch, by index, whose values decided the path of the forward. None if other values decided, too."""
         tensors = [(i, t) for i, t in enumerate(tensors_in(batch)) if t.layout is torch.strided]
         if graph.read is None or not graph.read.issubset(storage_of(t) for _, t in tensors):
             return None
-        if self._recipe.branches:  # which rows can be run apart is asked of more than was read
+        if self._recipe.branches:  # whether rows can run apart depends on more tensors than the forward has read
             return frozenset(i for i, _ in tensors)
         return frozenset(i for i, t in tensors if storage_of(t) in graph.read)
 
     def _between(self, points: Points[Program]) -> Callable[[int], Program] | None:
-        """A program for lengths between those that were recorded, if nothing but sizes differs."""
+        """A function: length → program, for lengths between those of ``points``. None if more than sizes differs."""
         lengths, programs = zip(*points, strict=True)
         first = programs[0]
-        same = all((p.crossing.values, p.writes) == (first.crossing.values, first.writes) for p in programs)
-        graph = graphs_between(lengths, [p.graph for p in programs]) if same and not self._recipe.branches else None
-        if graph is None:
+        same_crossing = all((p.crossing.values, p.writes) == (first.crossing.values, first.writes) for p in programs)
+        if not same_crossing or self._recipe.branches:
+            return None
+        graph_for = graphs_between(lengths, [program.graph for program in programs])
+        if graph_for is None:
             return None
 
         def between(length: int) -> Program:
-            resized = graph(length)
+            resized = graph_for(length)
             stages = {s: stage.of(resized) for s, stage in first.stages.items()}
             return Program(resized, first.crossing, stages, first.writes)
 
         return between
 
     def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
+        """Divides a recorded forward into stages, and compares the result with other ranks. Collective."""
         recipe, cuts = self._recipe, graph.cuts
         if cuts is None:
             raise UncutPathError(
@@ -210,12 +229,16 @@ class Programs:
         return program
 
     def _agree(self, digest: int) -> None:
-        """Compares a new program with those of the ranks that run the same copy of the model. Collective."""
+        """Compares the digest of a new program between the ranks of one copy of the model. Collective.
+
+        Raises:
+            StageError: on all of these ranks, if the digests differ.
+        """
         for group in self._among:
-            most = torch.tensor([digest, -digest], device="cpu")
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            highest, lowest = most.tolist()
-            if highest != -lowest:
+            extremes = torch.tensor([digest, -digest], device="cpu")
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+            largest, negated_smallest = extremes.tolist()
+            if largest != -negated_smallest:
                 ranks = " ".join(map(str, dist.get_process_group_ranks(group)))
                 raise StageError(
                     f"ranks {ranks} recorded different forwards for one batch, and would wait for each other: the model acts "

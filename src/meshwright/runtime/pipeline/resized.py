@@ -1,7 +1,7 @@
-"""A recorded forward for a batch of another length, without recording it.
+"""Computes the graph of a forward for another length of the batch, from recordings at three or more lengths.
 
-Recorded at three lengths, a forward that does the same each time has shapes that are sums and products of constants and the
-length. What crosses from stage to stage, and what stands for values that are not here, follows from that.
+If a forward runs the same functions at all recorded lengths, and each size is linear in the length, the sizes at any length
+between them follow. So do the values that cross from stage to stage, and the placeholders.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from meshwright.graph import Call, ModelGraph, Value
 from meshwright.private import pytree
 from meshwright.spmd.alias import dense
 
-_DEPTH = 6  # how far into plain objects to look for constants
+_DEPTH = 6  # levels of plain objects within objects that are searched for constants: outputs of models are less deep
 
 
 def graphs_between(lengths: Sequence[int], graphs: Sequence[ModelGraph]) -> Callable[[int], ModelGraph] | None:
-    """A length between → the forward for it. None if what was recorded is not the same but for sizes that follow.
+    """A function: length → graph of the forward. None if the graphs differ in more than sizes that are linear in the length.
 
     Args:
-        lengths: three or more, in their order, at which ``graphs`` were recorded.
+        lengths: three or more, in ascending order.
+        graphs: recorded at these lengths.
     """
-    if any(g.of_this_batch for g in graphs) or not all(_alike(graphs[0], g) for g in graphs[1:]):
+    if any(graph.of_this_batch for graph in graphs):
         return None
-    if not all(_value(vs, lengths, lengths[1]) == vs[1] for vs in zip(*(g.values for g in graphs), strict=True)):
+    if not all(_same_program(graphs[0], graph) for graph in graphs[1:]):
         return None
-    ends = [(first, last) for first, last in zip(graphs[0].values, graphs[-1].values, strict=True)]
+    values_by_length = zip(*(graph.values for graph in graphs), strict=True)
+    if not all(_value(values, lengths, lengths[1]) == values[1] for values in values_by_length):
+        return None
+    ends = list(zip(graphs[0].values, graphs[-1].values, strict=True))  # each value at the first and at the last length
     outer = lengths[0], lengths[-1]
 
     def between(length: int) -> ModelGraph:
         graph = copy.copy(graphs[0])
         graph.__dict__.pop("signature", None)
-        graph.values = [v for pair in ends if (v := _value(pair, outer, length)) is not None]
+        graph.values = [value for pair in ends if (value := _value(pair, outer, length)) is not None]
         graph.resized = True
         return graph
 
@@ -44,37 +48,46 @@ def graphs_between(lengths: Sequence[int], graphs: Sequence[ModelGraph]) -> Call
 
 
 def _value(values: Sequence[Value], lengths: Sequence[int], length: int) -> Value | None:
-    """A value at a length, by what it is at the first and last of some; None if no size follows."""
+    """A value at ``length``, interpolated between the first and the last length. None if a size is not linear in the length.
+
+    Args:
+        values: at each of ``lengths``.
+    """
     first, last = values[0], values[-1]
+    template = values[1] if len(values) > 2 else first
     if first.shape == last.shape and first.stride == last.stride:
-        return replace(values[1], shape=first.shape, stride=first.stride) if len(values) > 2 else first
-    shape = [_number(a, b, lengths, length) for a, b in zip(first.shape, last.shape, strict=True)]
-    if None in shape:
+        return first if template is first else replace(template, shape=first.shape, stride=first.stride)
+    shape = _interpolated(first.shape, last.shape, lengths, length)
+    if shape is None:
         return None
-    sizes = tuple(n for n in shape if n is not None)
-    stride = _dense(first, last, sizes) or tuple(
-        n for a, b in zip(first.stride, last.stride, strict=True) if (n := _number(a, b, lengths, length)) is not None
-    )
-    if len(stride) != len(sizes):
+    stride = _dense_strides(first, last, shape) or _interpolated(first.stride, last.stride, lengths, length)
+    if stride is None:
         return None
-    return replace(values[1] if len(values) > 2 else first, shape=sizes, stride=stride)
+    return replace(template, shape=shape, stride=stride)
 
 
-def _number(first: int, last: int, lengths: Sequence[int], length: int) -> int | None:
-    """A number that grows with the length alike."""
-    slope, rest = divmod(last - first, lengths[-1] - lengths[0])
-    return None if rest else first + slope * (length - lengths[0])
+def _interpolated(
+    first: Sequence[int], last: Sequence[int], lengths: Sequence[int], length: int
+) -> tuple[int, ...] | None:
+    """Numbers at ``length``, on a line between those at the first and the last length. None if one is not an integer."""
+    numbers = []
+    for a, b in zip(first, last, strict=True):
+        slope, rest = divmod(b - a, lengths[-1] - lengths[0])
+        if rest:
+            return None
+        numbers.append(a + slope * (length - lengths[0]))
+    return tuple(numbers)
 
 
-def _dense(first: Value, last: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps, its dims in the order of memory that they had; empty if it had gaps."""
+def _dense_strides(first: Value, last: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps, with its dims in the same order of memory as before; empty if it had gaps."""
     outermost_first = sorted(range(len(shape)), key=lambda d: (first.stride[d], first.shape[d]), reverse=True)
     dims = tuple(outermost_first)
     return dense(shape, dims) if all(v.stride == dense(v.shape, dims) for v in (first, last)) else ()
 
 
-def _alike(a: ModelGraph, b: ModelGraph) -> bool:
-    """Whether two forwards did the same with the same constants, sizes aside."""
+def _same_program(a: ModelGraph, b: ModelGraph) -> bool:
+    """Whether two forwards ran the same functions with the same constants, apart from sizes."""
     return (
         len(a.values) == len(b.values)
         and [replace(e, flops=0, moved=0) for e in a.events] == [replace(e, flops=0, moved=0) for e in b.events]
@@ -92,17 +105,19 @@ def _alike(a: ModelGraph, b: ModelGraph) -> bool:
 
 
 def _same_kind(a: Value, b: Value) -> bool:
+    """Whether two values are equal, apart from sizes and strides."""
     same = (a.dtype, a.requires_grad, a.position, len(a.shape)) == (b.dtype, b.requires_grad, b.position, len(b.shape))
     return same and len(a.stride) == len(b.stride)
 
 
 def _memories(graph: ModelGraph) -> list[int]:
-    """Which values share memory: for each, the first that has its memory."""
+    """For each value, the number of the first value with the same memory; -1 if it has none."""
     first: dict[int, int] = {}
     return [first.setdefault(v.storage, i) if v.storage else -1 for i, v in enumerate(graph.values)]
 
 
 def _same_call(a: Call, b: Call) -> bool:
+    """Whether two calls of a module are equal, apart from sizes."""
     fields = "module start stop outputs fresh stashed visible acts leaf".split()
     same = all(getattr(a, name) == getattr(b, name) for name in fields)
     same = same and [(g.which, g.values) for g in a.grown] == [(g.which, g.values) for g in b.grown]
@@ -111,7 +126,7 @@ def _same_call(a: Call, b: Call) -> bool:
 
 
 def _constants(x: Any, depth: int) -> Any:
-    """What is in a structure besides tensors, in turn."""
+    """The structure and its leaves, with ``Tensor`` in place of each tensor. ``depth``: levels of plain objects to search."""
     leaves, spec = pytree.tree_flatten(x)
     return spec, [_constant(leaf, depth) for leaf in leaves]
 

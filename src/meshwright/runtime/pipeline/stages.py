@@ -1,4 +1,4 @@
-"""``Stages``: those of one rank, and what their forwards and backwards run under."""
+"""``Stages``: the pipeline stages of one rank, and the modes under which their forwards and backwards run."""
 
 from __future__ import annotations
 
@@ -30,25 +30,33 @@ if TYPE_CHECKING:
     from meshwright.runtime.observed import Observer
 
 
+_SHOWN = 8  # most ranks of a stage that an error names
+
+
 class Stages:
-    """The stages of one rank. A model that is not in parts is one stage.
+    """The stages of one rank. A model without a pipeline is one stage.
 
     Args:
+        model: the model.
+        recipe: every decision of the plan.
+        groups: process groups and device.
         view: the SPMD mode, if anything is sharded over tp.
-        halves: without it: what casts the parameters that FSDP2 leaves as they are.
-        dispatchers: of the view: over the tp axis of each place of this rank.
-        calls: of the model's modules, which ask which part of them is to run.
-        branching: what forks and joins, if there are branches.
-        streams: what runs blocks at the same time on this rank.
+        halves: without an SPMD mode, casts the parameters that FSDP2 leaves as they are.
+        dispatchers: of the SPMD mode, one for the tp axis of each submesh of this rank.
+        calls: the hook of module calls.
+        branching: runs forks and joins, if there are branches.
+        streams: runs blocks at the same time on this rank, if the plan has streams.
 
     Attributes:
         numbers: of the stages.
-        generators: those that modules hold.
-        modes: of the modules; ``switches``: what a person sets on them between steps.
-        traffic: what was sent to other stages so far, and what this rank waits for.
-        spans: of the last step: when each action ran, in seconds.
-        action: begun last; a watch reads it from another thread.
-        observer: follows the step that runs; None in most steps.
+        sync: decides when FSDP2 reduces gradients.
+        generators: random generators that modules hold.
+        modes: train or eval mode of each module.
+        switches: settings that a person changes on modules between steps.
+        traffic: counts of sends, and the stages that this rank waits for.
+        spans: (action, begin, end) of the last step, in seconds.
+        action: the action that began last; a watchdog reads it from another thread.
+        observer: records the running step; None in most steps.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class Stages:
         self.observer: Observer | None = None
 
     def view(self) -> AbstractContextManager[None]:
-        """On during a forward or a backward; what a forward ran uncompiled, a recomputing backward does too."""
+        """The mode for a forward or a backward. A backward needs it, too, since recompute runs parts of the forward again."""
         if self._view is not None:
             return self._view.on()
         if self._halves is not None:
@@ -87,22 +95,22 @@ class Stages:
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
-        """For the time of an action."""
-        start, sent = time.perf_counter(), self.traffic.bytes
+        """In its block, an action: measures its time, and tells the observer."""
+        start, bytes_before = time.perf_counter(), self.traffic.bytes
         with nullcontext() if self.observer is None else self.observer.doing(action):
             yield
         self.spans.append((action, start, time.perf_counter()))
         if self.observer is not None and action.kind in SENDS:
-            self.observer.sent(action, self.traffic.bytes - sent)
+            self.observer.sent(action, self.traffic.bytes - bytes_before)
 
     def phase(self, what: str) -> AbstractContextManager[None]:
-        """For the time of a phase of the step in which this library runs, and no code of a person's."""
+        """A context for a phase of the step in which only this library's code runs, such as ``clip``, for the observer."""
         return nullcontext() if self.observer is None else self.observer.phase(what)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """On during forwards of a trial, which may compute in a wider type than was recorded and than steps compute in
-        (runtime/coupling/float64.py): what they decide is not kept for steps."""
+        """In its block, forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
+        type than steps (runtime/coupling/float64.py)."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers:
                 stack.enter_context(dispatcher.deciding_anew())
@@ -123,14 +131,15 @@ class Stages:
         return nullcontext() if self._view is None else self._view.local.backward()
 
     def describe(self, stage: int) -> str:
-        """A stage and its ranks, for errors."""
-        rank, mesh = self.recipe.stage_rank[stage], self.recipe.mesh
-        ranks = [r for r in range(mesh.size) if mesh.coordinate(r).get("pp", 0) == rank]
-        shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}"
-        return f"stage {stage} ({shown})"
+        """A stage and its ranks as text, for errors."""
+        pp, mesh = self.recipe.stage_rank[stage], self.recipe.mesh
+        ranks = [rank for rank in range(mesh.size) if mesh.coordinate(rank).get("pp", 0) == pp]
+        ranks_text = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:_SHOWN]))}"
+        return f"stage {stage} ({ranks_text})"
 
 
 def _switches(model: nn.Module, recipe: Recipe) -> Switches:
-    """What a person sets on modules; of none, if all rows run at once, in one part: nothing follows from it then."""
+    """The settings that a person changes on modules between steps. They matter only if rows are divided, or if the model runs
+    in parts; else no module is watched."""
     divided = recipe.mesh.data_size * recipe.microbatches > 1
     return Switches(model if divided or recipe.in_parts else nn.Module())

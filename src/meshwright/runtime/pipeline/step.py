@@ -1,12 +1,12 @@
-"""``Step``: one pass over a schedule. Each rank performs its actions in order, each as soon as what it needs has come.
+"""``Step``: one pass over a schedule. Each rank runs its actions in order, each as soon as its receives have ended.
 
-    action   RECV_F          a buffer for each value, filled while other actions run (transfers.py)
+    action   RECV_F          fills a buffer for each value while other actions run (transfers.py)
              F               the model's own forward, of which a stage runs its interval (calls/interpreter.py)
-             SEND_F          what other stages take; nothing waits for it
-             RECV_B B SEND_B the same for gradients: one backward over everything that was sent
-             I W             its two halves (deferred_weight_grads.py)
+             SEND_F          sends values to other stages; no action waits for it
+             RECV_B B SEND_B the same for gradients: one backward from all values that were sent
+             I W             the two halves of a backward (deferred_weight_grads.py)
 
-A model that is not in parts is a pipeline of one stage, of which nothing is recorded: F is its forward, as it stands.
+A model without a pipeline is one stage, for which nothing is recorded: F is the model's plain forward.
 """
 
 from __future__ import annotations
@@ -45,22 +45,28 @@ from meshwright.spmd.alias import with_strides
 from meshwright.spmd.autograd_functions import checkpoints_noted
 from meshwright.spmd.dispatcher import whole
 
+_SEED_BITS = 48  # so many that no two forwards of a run have the same seed
+
 
 class Step:
     """Forward, and backward, of all microbatches.
 
     Args:
-        programs: of the microbatches; none if the model is not in parts.
-        call: calls the model.
-        loss: None if the output itself is wanted.
-        begin: the state that each microbatch begins with; what the first one leaves stays. None: with what the one before has
-            left.
-        watched: what is on during the forward of a stage and microbatch.
+        stages: of this rank.
+        programs: of the microbatches; empty if the model runs as one part.
+        schedule: actions of each rank of the pipeline axis.
+        pieces: the microbatches, with the share of the loss of each.
+        call: runs the model on a microbatch.
+        loss: of the model's output; None: the output itself is the result.
+        begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first one
+            left. None: each microbatch begins with the state that the previous one left.
+        watched: a context for the forward of each stage and microbatch.
+        backward: whether to run the backward.
         trying: whether forwards compute in a wider type than was recorded.
 
     Attributes:
-        losses: of the microbatches, scaled, on the ranks that have them.
-        result: what the model gave, if there is no loss, on the ranks of the last stage.
+        losses: scaled, of the microbatches, on the ranks of the last stage.
+        result: the model's output if there is no loss, on the ranks of the last stage.
     """
 
     def __init__(
@@ -80,10 +86,11 @@ class Step:
         self._stages, self._programs, self.schedule = stages, programs, schedule
         self._pieces, self._call, self._loss = pieces, call, loss
         self._backward_too, self._state, self._watched = backward, begin, watched
-        self._grad = backward or trying  # what is tried is a forward of a step
-        # Not every stage follows a forward to its end. So its numbers do not follow from where the one before has left off.
+        self._grad = backward or trying  # a trial runs the forward as a step does
+        # A stage may stop before the end of a forward, so host generators have different states on different stages afterwards.
+        # Each forward is therefore seeded anew.
         draws = any(program.graph.draws for program in self._programs)
-        self._seeds = [random.getrandbits(48) for _ in pieces.batches] if draws else []
+        self._seeds = [random.getrandbits(_SEED_BITS) for _ in pieces.batches] if draws else []
         self._own_numbers = OwnNumbers(stages.generators, stages.numbers)
         repeated = [slot for program in programs for slot in program.graph.repeated]
         self._own_constants = OwnConstants(stages.model, list(dict.fromkeys(repeated)), stages.numbers)
@@ -92,30 +99,30 @@ class Step:
         self._transfers = Transfers(
             stages.groups, stages.recipe.stage_rank, programs, self._flights, stages.traffic, casts=trying
         )
-        self._written: dict[int, Any] = {}  # microbatch → what the last stage, which has all of the forward, made of it
-        self._left: dict[int, ModuleState] = {}  # stage → what its first forward left, if it is to be computed again
+        self._written: dict[int, Any] = {}  # microbatch → its copy to which the last stage has applied all writes
+        self._state_after_first: dict[int, ModuleState] = {}  # stage → state after its first forward, for recompute
         self.losses: list[Tensor] = []
         self.result: Any = None
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
     def perform(self) -> None:
-        """Every action of this rank, in order."""
+        """Runs every action of this rank, in order."""
         self.begin()
         for action in self.schedule.ranks[self._stages.rank]:
             self.act(action)
         self.end()
 
     def begin(self) -> None:
-        """Before the first action."""
+        """Call before the first action."""
         self._stages.spans = []
         self._stages.sync.begin()
 
     def act(self, action: Action) -> None:
-        """One action, as soon as everything that it needs of other ranks is there.
+        """Runs one action, after it has waited for its receives.
 
         Raises:
-            StageError: with rank, stage and action, whatever went wrong in a part of a model.
+            StageError: with rank, stage and action, for any exception in a part of a model.
         """
         stages = self._stages
         stages.action = action
@@ -137,7 +144,7 @@ class Step:
             ) from error
 
     def end(self) -> None:
-        """After the last action: until what was sent has been received."""
+        """Call after the last action: waits for all sends, and shares writes to the batch."""
         self._transfers.end()
         self._own_numbers.end()
         self._share_writes()
@@ -146,14 +153,14 @@ class Step:
         self._stages.action = None
 
     def _share_writes(self) -> None:
-        """What the forward wrote to the batch, on all ranks: the last stage's, which has followed the forward to its end."""
+        """Copies the values that the forward wrote to the batch from the last stage, which runs to the end, to all ranks."""
         last, group = self._stages.recipe.stage_rank[-1], self._stages.groups.pipeline
         for m, program in enumerate(self._programs):
             tensors = tensors_in(self._pieces.batches[m])
             values = tensors_in(self._written.pop(m)) if m in self._written else tensors
             for i in sorted(program.writes):
                 value = values[i].detach()
-                if value.shape != tensors[i].shape:  # unsqueezed, say: what it was made of
+                if value.shape != tensors[i].shape:  # reshaped in place, by unsqueeze_ for example: take its memory
                     value = value.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
                 value = value.resolve_conj().resolve_neg().contiguous()
                 dist.broadcast(as_bytes(value), group=group, group_src=last)
@@ -161,9 +168,10 @@ class Step:
                     tensors[i].copy_(value)
 
     def _perform(self, action: Action) -> None:
+        """Runs one action whose receives have ended."""
         flight = self._flights[action.stage, action.microbatch]
         if action.kind in TRANSFERS:
-            with without_modes():  # what crosses is of the type that was recorded
+            with without_modes():  # function modes of a trial must not change the type of what is sent
                 self._transfers.begin(action)
         elif action.kind == "F":
             self._begin_microbatch(action, flight)
@@ -177,6 +185,7 @@ class Step:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def _begin_microbatch(self, action: Action, flight: Flight) -> None:
+        """Runs a forward with the random state and the module state of its microbatch."""
         m = action.microbatch
         self._stages.sync.begin_microbatch(last=m == len(self._pieces.batches) - 1)
         seeded = host_seeded(self._seeds[m]) if self._seeds else nullcontext()
@@ -185,8 +194,11 @@ class Step:
 
     @contextmanager
     def _beginning(self, action: Action) -> Iterator[None]:
-        """For the time of a forward, the state that each microbatch begins with. What the first leaves stays, and is kept if a
-        checkpoint of the model's is to begin with it in a backward."""
+        """In its block, a forward, modules begin with the state of ``begin``.
+
+        The state that the first microbatch leaves stays in the modules. It is also stored if the model uses checkpoints
+        (recompute), since a backward of a later microbatch must begin with it.
+        """
         if self._state is None:
             with self._own_constants.of(action.stage):
                 yield
@@ -198,13 +210,16 @@ class Step:
             with checkpoints_noted(checkpoints), self._own_constants.of(action.stage):
                 yield
             if checkpoints:
-                self._left[action.stage] = self._state.now()
+                self._state_after_first[action.stage] = self._state.now()
 
     def _forward(self, action: Action, flight: Flight) -> None:
+        """Runs the forward of a stage and a microbatch, under all modes."""
         m, model, part = action.microbatch, self._stages.model, None
         with ExitStack() as stack:
             if self._programs:
-                stack.enter_context(torch.set_grad_enabled(self._grad))  # what arrives has a gradient, or none, by that
+                stack.enter_context(
+                    torch.set_grad_enabled(self._grad)
+                )  # decides whether received values get a gradient
                 part = self._part(action, flight)
                 stack.enter_context(flight.later or nullcontext())
             stack.enter_context(self._stages.view())
@@ -212,9 +227,8 @@ class Step:
             stack.enter_context(self._watched(model, (action.stage, m)))
             flight.ends = stack.enter_context(self._stages.sync.forward())
             output = self._output(part, m)
-            if (
-                part is not None and not part.program.last
-            ):  # FSDP2's hooks may have put other tensors in place of the values
+            if part is not None and not part.program.last:
+                # From the output, and not from the interpreter: FSDP2's hooks may have replaced the tensors.
                 flight.outputs = dict(zip(part.program.out, output, strict=True))
             elif self._loss is None:
                 self.result = map_tensors(whole, output)
@@ -225,13 +239,12 @@ class Step:
             flight.received, flight.loss, flight.ends = {}, None, []
 
     def _output(self, part: StageInterpreter | None, m: int) -> Any:
-        """What the model returns for a microbatch, or a part of it gives."""
+        """The model's output for a microbatch; of a stage before the last, the values that it sends."""
         model, piece = self._stages.model, self._pieces.batches[m]
         if part is None:
             return self._call(model, piece)
-        if self._programs[
-            m
-        ].writes:  # each stage finds it as it was; and rows of one memory are not told apart by autograd
+        if self._programs[m].writes:
+            # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = copied(piece)
             if part.program.last:
                 self._written[m] = piece
@@ -239,7 +252,7 @@ class Step:
             return self._call(model, piece)
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
-        """What runs a stage's part of the forward."""
+        """The interpreter for a stage's part of the forward."""
         stages, program = self._stages, self._programs[action.microbatch]
         graph, received = program.graph, {}
         for n, value in self._inputs(action, flight):
@@ -263,7 +276,7 @@ class Step:
         )
 
     def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
-        """The values that a stage takes of others, by their numbers."""
+        """(number, tensor) of each value that a stage receives from others."""
         program, stage, m = self._programs[action.microbatch], action.stage, action.microbatch
         for n, t in flight.arrived:
             yield n, laid_out(t, program.graph.values[n].stride)
@@ -277,27 +290,28 @@ class Step:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def _backward(self, action: Action, flight: Flight) -> None:
+        """Runs the backward of a stage and a microbatch, and collects the gradients of received values."""
         program = self._programs[action.microbatch] if self._programs else None
         for n, buffer in flight.arrived:
             flight.grads.setdefault(n, []).append(buffer)
         if program is not None:
             self._take_gradients(program, action, flight)
         roots, grads = flight.roots()
-        # What a checkpoint of the model's computes again may write to what modules keep: once a step, as on one device.
-        left = self._left.get(action.stage) if action.microbatch else None
+        # Recompute in a checkpoint of the model may write to attributes of modules. As on one device, that counts once a step.
+        state = self._state_after_first.get(action.stage) if action.microbatch else None
         if roots:
-            stages, restored = self._stages, left.restored() if left else nullcontext()
+            stages, restored = self._stages, state.restored() if state else nullcontext()
             with restored, flight.later or nullcontext(), stages.view(), stages.backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.back = {
-            n: _own(leaf.grad) if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
+            n: _copied(leaf.grad) if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
             for n, leaf in flight.received.items() if leaf.requires_grad
         }  # fmt: skip
         flight.end()
 
     def _take_gradients(self, program: Program, action: Action, flight: Flight) -> None:
-        """From other stages of this rank."""
+        """Takes the gradients of this stage's outputs from other stages of this rank."""
         for taker in program.stages[action.stage].outgoing:
             if (taker, action.microbatch) in self._flights:
                 for n in program.differentiable((action.stage, taker)):
@@ -305,18 +319,21 @@ class Step:
                         flight.grads.setdefault(n, []).append(g)
 
 
-def _own(g: Tensor | None) -> Tensor | None:
-    """A gradient in memory of its own. Autograd gives a value and a parameter that are added one gradient, and the next
-    microbatch's is added to the parameter's in place, while this one is still on its way to another stage."""
+def _copied(g: Tensor | None) -> Tensor | None:
+    """A copy of a gradient.
+
+    If a model adds a received value to a parameter, autograd gives both the same gradient tensor. The next microbatch's is
+    added to the parameter's in place, while this one may still be being sent.
+    """
     return None if g is None else g.clone()
 
 
 class _Arrive(torch.autograd.Function):
-    """A received value, as the model may write to it: not a leaf."""
+    """Makes a received value a non-leaf, since a model may write to it in place, which autograd forbids for leaves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.set_materialize_grads(False)  # an absent gradient stays None
         return x.detach()
 
     @staticmethod
@@ -325,10 +342,9 @@ class _Arrive(torch.autograd.Function):
 
 
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor with the strides that it has on one device: they decide what is a view, and what a copy.
+    """A contiguous tensor, laid out with the strides that it has on one device: strides decide which functions return views.
 
-    Strides by which elements overlap in memory, otherwise than by an ``expand``, cannot be had by a copy: then the tensor
-    stays as it is.
+    If elements overlap in memory, other than by ``expand``, no copy has these strides. Then the tensor is returned as it is.
     """
     if not stride or t.stride() == stride:
         return t

@@ -1,10 +1,10 @@
-"""``Transfers``: what crosses between the stages of different ranks in one step.
+"""``Transfers``: sends and receives between the stages of different ranks in one step.
 
-A value crosses from each rank to the rank of the other stage with the same place on all other axes. Nothing waits for a send; a
-receive fills buffers while other actions run, and an action waits for those that it needs.
+Each rank sends values to the rank of the other stage that has the same coordinates on all other axes. No action waits for a
+send. A receive fills buffers while other actions run; an action waits for the receives that it needs.
 
-The ranks of a tp group hold one value, whole. A large one they share: each sends its slice, and the ranks that receive gather
-the slices over tp. So it crosses once, and not once for each of them (Narayanan et al., arXiv 2104.04473, section 4.1).
+All ranks of a tp group have the same full values. Of a large one each sends its slice, and the ranks that receive gather the
+slices over tp. So it is sent once, and not once by each of them (Narayanan et al., arXiv 2104.04473, section 4.1).
 
     rank 0 ─ bytes 0 … n/2 ─► rank 2 ┐
                                      ├ all-gather over tp: both have the value
@@ -32,18 +32,21 @@ from meshwright.schedule import TRANSFERS, Action
 from meshwright.spmd.comm import gather_single
 from meshwright.watch.timer import CommunicationTimer
 
-LARGE = 1 << 20  # bytes from which on a value is shared: an all-gather has a time of its own, however little it moves
-_WHICH = -1  # stands for the number of a value, of a message that says which gradients there are
+LARGE = (
+    1 << 20
+)  # bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
+_WHICH = -1  # in place of the number of a value: a message that says which gradients exist
 
 
 @dataclass
 class Traffic:
-    """What a rank has sent to other stages so far, and what it waits for.
+    """Counts of a rank's communication with other stages.
 
     Attributes:
-        sends: messages; ``bytes``: of them all.
-        waiting: the time that it waited for other ranks.
-        awaited: the stages whose sends it waits for now; a watch reads it from another thread.
+        waiting: measures the time of waiting for other ranks.
+        sends: number of messages so far.
+        bytes: size of all messages so far.
+        awaited: the stages from which the rank receives now; a watchdog reads it from another thread.
     """
 
     waiting: CommunicationTimer
@@ -70,9 +73,12 @@ class Transfers:
     """The sends and receives of one step.
 
     Args:
-        stage_rank: stage → its rank of the pipeline axis.
-        flights: what each stage of this rank holds of each microbatch.
-        casts: whether what is sent is cast to the type that was recorded: a trial computes in a wider one.
+        groups: process groups and device.
+        stage_rank: stage → index of its rank on the pipeline axis.
+        programs: of the microbatches.
+        flights: (stage, microbatch) → its tensors on this rank.
+        traffic: counts, which are updated.
+        casts: whether values are cast to the recorded type before they are sent: a trial computes in a wider one.
     """
 
     def __init__(
@@ -86,18 +92,18 @@ class Transfers:
         casts: bool,
     ) -> None:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
-        self._hosts = groups.hosts.get("pp")  # None: there are no other stages
-        # Branches hold values on some ranks of tp alone.
+        self._host_group = groups.hosts.get("pp")  # None: there are no other stages
+        # Submeshes of branches have values on some ranks of tp only.
         self._sharers = groups.mesh.axis_size("tp") if len(groups.meshes) == 1 else 1
         self._tp = groups.tp if self._sharers > 1 else None
         self._tp_rank = groups.tp_rank
         self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
-        self._patience = None if self._hosts is None else timeout_of(self._hosts)
+        self._timeout = None if self._host_group is None else timeout_of(self._host_group)
         self._arriving: dict[Action, list[_Arriving]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
 
     def begin(self, action: Action) -> None:
-        """Begins a transfer."""
+        """Begins a send or a receive."""
         flight = self._flights[action.stage, action.microbatch]
         if action.kind == "SEND_F":
             self._send_values(action, flight)
@@ -107,11 +113,11 @@ class Transfers:
             self._receive(action)
 
     def wait_for(self, action: Action) -> Iterator[Action]:
-        """Until everything is there that an action needs of other ranks; each receive, when it has come."""
+        """Waits for the receives that an action needs, and yields each when it has ended."""
         if action.kind in TRANSFERS or action.kind == "W":
             return
         flight, kind = self._flights[action.stage, action.microbatch], "RECV_F" if action.kind == "F" else "RECV_B"
-        for transfer in self._of(action):
+        for transfer in self._receives_of(action):
             if transfer.kind == kind:
                 self._traffic.awaited = (transfer.other or 0,)
                 flight.arrived += self._received(self._arriving[transfer])
@@ -119,29 +125,29 @@ class Transfers:
                 yield transfer
 
     def end(self) -> None:
-        """After the last action: until what was sent has been received."""
-        for work, sent in self._sent:
-            self._wait(work, sent)
+        """Call after the last action: waits until all sends have been received."""
+        for work, tensor in self._sent:
+            self._wait(work, tensor)
         self._traffic.awaited = ()
 
     def _wait(self, work: Any, t: Tensor) -> None:
-        """Until a transfer has ended; between hosts as long as a collective waits. By itself, a receive of gloo's waits as long
-        as the group was made with, which is torch's own 30 minutes. On a device, to name a time would have the host wait."""
-        if t.device.type == "cpu" and self._patience is not None:
-            work.wait(self._patience)
+        """Waits until a transfer has ended. On the CPU, with the timeout of collectives: otherwise a receive of gloo takes the
+        timeout that the group was created with, torch's 30 minutes. On a device, a timeout would make the host wait."""
+        if t.device.type == "cpu" and self._timeout is not None:
+            work.wait(self._timeout)
         else:
             work.wait()
 
     def others(self, action: Action) -> list[int]:
         """The stages that an action waits for, or sends to."""
-        return sorted({a.other for a in (*self._of(action), action) if a.other is not None})
+        return sorted({a.other for a in (*self._receives_of(action), action) if a.other is not None})
 
-    def _of(self, action: Action) -> list[Action]:
-        """The receives that have begun, of an action's stage and microbatch."""
+    def _receives_of(self, action: Action) -> list[Action]:
+        """The receives that have begun for the stage and microbatch of an action."""
         return [a for a in self._arriving if (a.stage, a.microbatch) == (action.stage, action.microbatch)]
 
     def _numbers(self, action: Action) -> tuple[int, ...]:
-        """The values that a transfer moves."""
+        """The numbers of the values that a transfer moves."""
         program, other = self._programs[action.microbatch], action.other
         assert other is not None
         edge = (action.stage, other) if action.kind in ("SEND_F", "RECV_B") else (other, action.stage)
@@ -151,26 +157,28 @@ class Transfers:
 
     # --- sends ------------------------------------------------------------------------------------------------------
 
-    def _among(self, t: Tensor) -> dist.ProcessGroup | None:
-        """The group over which a tensor crosses: what hosts tell each other goes between hosts."""
-        return self._hosts if t.device.type == "cpu" else self._group
+    def _group_for(self, t: Tensor) -> dist.ProcessGroup | None:
+        """The process group to send a tensor over: CPU tensors go over a group of hosts."""
+        return self._host_group if t.device.type == "cpu" else self._group
 
     def _send(self, action: Action, tensors: list[Tensor]) -> None:
-        home = self._stage_rank[action.other or 0]
+        """Begins to send tensors to another stage, and releases those of earlier sends that have ended."""
+        target = self._stage_rank[action.other or 0]
         for t in tensors:
-            t = self._mine(as_bytes(t))
-            self._sent.append((dist.isend(t, group=self._among(t), group_dst=home), t))
+            t = self._own_slice(as_bytes(t))
+            self._sent.append((dist.isend(t, group=self._group_for(t), group_dst=target), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
-        self._sent = [(w, t) for w, t in self._sent if not is_done(w)]
+        self._sent = [(work, tensor) for work, tensor in self._sent if not is_done(work)]
 
-    def _mine(self, t: Tensor) -> Tensor:
+    def _own_slice(self, t: Tensor) -> Tensor:
         """The bytes of a value that this rank sends, or receives, for its tp group."""
         if self._sharers == 1 or t.numel() < LARGE or t.numel() % self._sharers:
             return t
         return t.chunk(self._sharers)[self._tp_rank]
 
     def _send_values(self, action: Action, flight: Flight) -> None:
+        """Sends this stage's outputs. Raises PathError if one has another shape or dtype than was recorded."""
         graph, tensors = self._programs[action.microbatch].graph, []
         for n in self._numbers(action):
             value, t = graph.values[n], flight.outputs[n]
@@ -178,25 +186,26 @@ class Transfers:
             if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
                 event = graph.events[value.position]
                 raise PathError(
-                    f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, where {value.shape} "
+                    f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, but {value.shape} "
                     f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
                 )
-            # What is written to later, in the next microbatch perhaps, must not change on its way.
+            # A copy, if the forward writes to its memory later: the next microbatch must not change a tensor while it is sent.
             tensors.append(t.clone() if value.storage in graph.written else t)
         self._send(action, tensors)
 
     def _send_gradients(self, action: Action, flight: Flight) -> None:
+        """Sends the gradients of received values; zeros for a value without one, after a message that says which have one."""
         numbers, values = self._numbers(action), self._programs[action.microbatch].graph.values
         grads = [flight.back.pop(n) for n in numbers]
         if numbers and self._may_lack(action):
-            there = [g is not None for g in grads]
-            self._send(action, [torch.tensor(there, dtype=torch.uint8, device="cpu")])
+            exists = [grad is not None for grad in grads]
+            self._send(action, [torch.tensor(exists, dtype=torch.uint8, device="cpu")])
         self._send(
             action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
         )
 
     def _may_lack(self, action: Action) -> bool:
-        """Whether a value may get a gradient or none (not zeros): then it is told which do."""
+        """Whether a value may have no gradient at all, which is not the same as zeros. Then a message says which have one."""
         return self._programs[action.microbatch].graph.may_lack_gradients
 
     # --- receives ---------------------------------------------------------------------------------------------------
@@ -205,29 +214,35 @@ class Transfers:
         return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self._device)
 
     def _receive(self, action: Action) -> None:
-        home, values = self._stage_rank[action.other or 0], self._programs[action.microbatch].graph.values
+        """Begins to receive the values or gradients of a transfer into new buffers."""
+        source, values = self._stage_rank[action.other or 0], self._programs[action.microbatch].graph.values
         numbers = self._numbers(action)
         buffers = [(n, self._empty(values[n])) for n in numbers]
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
-            there = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
-            buffers.insert(0, (_WHICH, there))
-        self._arriving[action] = [self._begin_receiving(n, b, home) for n, b in buffers]
+            exists = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
+            buffers.insert(0, (_WHICH, exists))
+        self._arriving[action] = [self._begin_receiving(n, buffer, source) for n, buffer in buffers]
 
-    def _begin_receiving(self, number: int, value: Tensor, home: int) -> _Arriving:
+    def _begin_receiving(self, number: int, value: Tensor, source: int) -> _Arriving:
+        """Begins to receive a value, or this rank's slice of it."""
         buffer = as_bytes(value)
-        mine = self._mine(buffer)
-        part = buffer if mine is buffer else torch.empty_like(mine)
-        return _Arriving(number, value, part, dist.irecv(part, group=self._among(value), group_src=home))
+        own = self._own_slice(buffer)
+        part = buffer if own is buffer else torch.empty_like(own)
+        return _Arriving(number, value, part, dist.irecv(part, group=self._group_for(value), group_src=source))
 
     def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
-        entries = []
+        """Waits for the buffers of a receive. Returns (number, tensor) of the values, or of the gradients that exist.
+
+        The watchdog knows this function by its name (``watch/location.py``).
+        """
+        tensors = []
         for a in arriving:
             with self._traffic.waiting.on():
                 self._wait(a.work, a.part)
-                if a.part.numel() < (whole := as_bytes(a.value)).numel():
-                    gather_single(whole, a.part, group=self._tp)
-            entries.append((a.number, a.value))
-        if entries and entries[0][0] == _WHICH:
-            there = entries.pop(0)[1].tolist()
-            entries = [entry for entry, is_there in zip(entries, there, strict=True) if is_there]
-        return entries
+                if a.part.numel() < (full := as_bytes(a.value)).numel():
+                    gather_single(full, a.part, group=self._tp)
+            tensors.append((a.number, a.value))
+        if tensors and tensors[0][0] == _WHICH:
+            exists = tensors.pop(0)[1].tolist()
+            tensors = [tensor for tensor, does_exist in zip(tensors, exists, strict=True) if does_exist]
+        return tensors

@@ -259,7 +259,7 @@ class LabelCounter:
         """Counts in a piece of a batch with so many rows."""
         leaves = tensors_in(batch)
         sizes = sizes_of(batch, rows, self._modes.now())
-        program = self._programs.made(sizes, lambda: self._new_program(batch, leaves, rows))
+        program = self._programs.get_or_make(sizes, lambda: self._new_program(batch, leaves, rows))
         try:
             return self._counted(program, leaves, rows)
         except Exception as error:
