@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
-from meshwright.private import is_done, timeout_of
+from meshwright.private import is_done, timeout_of, without_modes
 from meshwright.runtime.branches.exchange import as_recorded
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
@@ -57,11 +57,12 @@ class _Arriving:
     """A value on its way.
 
     Attributes:
-        value: what it will be; ``part``: the bytes that come to this rank, of all or of a slice.
+        value: what it will be; ``whole``: its bytes; ``part``: those that come to this rank, all of them or a slice.
     """
 
     number: int
     value: Tensor
+    whole: Tensor
     part: Tensor
     work: Any
 
@@ -217,15 +218,16 @@ class Transfers:
         buffer = as_bytes(value)
         mine = self._mine(buffer)
         part = buffer if mine is buffer else torch.empty_like(mine)
-        return _Arriving(number, value, part, dist.irecv(part, group=self._among(value), group_src=home))
+        return _Arriving(number, value, buffer, part, dist.irecv(part, group=self._among(value), group_src=home))
 
     def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
         entries = []
         for a in arriving:
             with self._traffic.waiting.on():
                 self._wait(a.work, a.part)
-                if a.part.numel() < (whole := as_bytes(a.value)).numel():
-                    gather_single(whole, a.part, group=self._tp)
+                if a.part is not a.whole:
+                    with without_modes():  # in a trial a mode would have bytes be float64
+                        gather_single(a.whole, a.part, group=self._tp)
             entries.append((a.number, a.value))
         if entries and entries[0][0] == _WHICH:
             there = entries.pop(0)[1].tolist()
