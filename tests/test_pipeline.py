@@ -340,7 +340,7 @@ def crossing(large):
     before, transfers.LARGE = transfers.LARGE, large
     try:
         x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-        plan = {"mesh": {"pp": 2, "tp": 2}, "schedule": "1f1b", "microbatches": 1}
+        plan = {"mesh": {"pp": 2, "tp": 2}, "schedule": "1f1b", "microbatches": 2}
         job = mw.parallelize(lambda: Wide().double(), plan, batch=(x,))
         loss = job.step((x,)).item()
         grads = {name: p.grad.to_local() for name, p in job.named_parameters() if p.grad is not None}

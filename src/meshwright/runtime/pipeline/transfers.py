@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
-from meshwright.private import is_done, timeout_of
+from meshwright.private import is_done, timeout_of, without_modes
 from meshwright.runtime.branches.exchange import as_recorded
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
@@ -57,14 +57,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """A value on its way.
+    """A value that is being received.
 
     Attributes:
-        value: what it will be; ``part``: the bytes that come to this rank, of all or of a slice.
+        value: the tensor that will hold it.
+        buffer: its bytes.
+        part: the bytes that are sent to this rank: ``buffer`` itself, or a slice of their number.
     """
 
     number: int
     value: Tensor
+    buffer: Tensor
     part: Tensor
     work: Any
 
@@ -228,7 +231,7 @@ class Transfers:
         buffer = as_bytes(value)
         own = self._own_slice(buffer)
         part = buffer if own is buffer else torch.empty_like(own)
-        return _Arriving(number, value, part, dist.irecv(part, group=self._group_for(value), group_src=source))
+        return _Arriving(number, value, buffer, part, dist.irecv(part, group=self._group_for(value), group_src=source))
 
     def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
         """Waits for the buffers of a receive. Returns (number, tensor) of the values, or of the gradients that exist.
@@ -239,8 +242,9 @@ class Transfers:
         for a in arriving:
             with self._traffic.waiting.on():
                 self._wait(a.work, a.part)
-                if a.part.numel() < (full := as_bytes(a.value)).numel():
-                    gather_single(full, a.part, group=self._tp)
+                if a.part is not a.buffer:
+                    with without_modes():  # the mode of a trial would make these bytes float64
+                        gather_single(a.buffer, a.part, group=self._tp)
             tensors.append((a.number, a.value))
         if tensors and tensors[0][0] == _WHICH:
             exists = tensors.pop(0)[1].tolist()
