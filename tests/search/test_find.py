@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright import PlanError, find_plans, make_recipe, predict
+from meshwright import planned as planned_module
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.predict import adamw_on
 from meshwright.search.estimate import Estimator
@@ -173,3 +174,51 @@ def test_what_the_optimizer_needs_is_not_taken_for_activations():
     estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
     assert estimator.memory(one) == pytest.approx((pieces.kept + 8) * pieces.total_elements / 2)
+
+
+class TwoKinds(Tower):
+    """Blocks of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+        for _ in range(5):
+            wide = Block()
+            wide.up, wide.down = nn.Linear(WIDTH, 6 * WIDTH), nn.Linear(6 * WIDTH, WIDTH)
+            self.blocks.append(wide)
+
+
+def rehearsals_of(build):
+    return Rehearsals(
+        build, repeated(tokens(length=32), MANY * SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("build", [Tower, TwoKinds])
+def test_what_is_planned_with_more_blocks_is_planned_of_few(build, tp):
+    rehearsals = rehearsals_of(build)
+    few = rehearsals._few
+    assert len(few.more) == (2 if build is TwoKinds else 1)
+    most = rehearsals._rehearsal(few.most, tp)
+    for blocks in (few.base, *few.more):
+        restricted = most.of(blocks)
+        anew = rehearsals._rehearsal(restricted.build, tp).recipe
+        assert restricted.recipe.parameters == anew.parameters
+        assert (restricted.recipe.units, restricted.recipe.buffers) == (anew.units, anew.buffers)
+    names = [p.name for p in most.of(few.base).recipe.parameters]
+    assert sum(name.endswith("up.weight") for name in names) == 2 * len(few.kinds)
+
+
+def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatch):
+    planned = []
+    plain = planned_module.resolve
+    monkeypatch.setattr(
+        planned_module,
+        "resolve",
+        lambda model, plan, *args, **kwargs: planned.append(plan) or plain(model, plan, *args, **kwargs),
+    )
+    rehearsals = rehearsals_of(Tower)
+    assert rehearsals.pieces(1) is not None and rehearsals.pieces(2) is not None
+    assert [plan.mesh.axis_size("tp") for plan in planned] == [1, 2]
+    assert rehearsals.recomputed() > 0
+    assert len(planned) == 3

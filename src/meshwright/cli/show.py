@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +35,10 @@ from meshwright.draw.facts import ShardMap, shard_map
 from meshwright.draw.report import Report, report
 from meshwright.draw.terminal import render
 from meshwright.errors import Findings
+from meshwright.garbage import rare_garbage_collection
 from meshwright.target import with_rows
 
 _LENGTH = 8  # tokens of a row if --seq is absent: which rank holds what does not depend on the length
-_NEW_OBJECTS = 200_000  # before the garbage collector runs: ten times as many as ``cli.main`` sets
 
 
 def show(
@@ -77,7 +75,7 @@ def show(
         if hardware is not None:
             _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
-        with _rare_garbage_collection():
+        with rare_garbage_collection():
             inputs, shards = _shard_map(request, rank, problems)
         _check_parameter(shards, parameter)
         if html is not None:
@@ -86,21 +84,6 @@ def show(
             print(json.dumps(_data(shards if rank is None else shard_map(shards.recipe, [rank]), parameter)))
         else:
             console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures))
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """In its block, Python's garbage collector runs a tenth as often as in other commands.
-
-    Most objects that ``show`` makes stay until its end (modules of torch and transformers, the model) and hold no tensor
-    memory, so that the collector would look at them in vain.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(_NEW_OBJECTS, 10, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:

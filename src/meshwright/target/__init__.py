@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.garbage import rare_garbage_collection
 from meshwright.target.function import absolute
 from meshwright.target.heads import head
 from meshwright.target.hf import HFTarget, check_spec, hf_target
@@ -88,7 +89,8 @@ def load_target(spec: str, settings: Mapping[str, Any] | None = None, *, rows: i
     """
     settings = dict(settings or {})
     if spec.startswith(HF):
-        build, batch = hf_target(spec, settings, rows, length)
+        with rare_garbage_collection():  # transformers is imported, thousands of classes and functions
+            build, batch = hf_target(spec, settings, rows, length)
         return Target(spec, build, batch)
     spec = absolute(spec, TARGET)
     model_or_build, *batch_and_dataset = call_target(spec, settings, seeded=True)
