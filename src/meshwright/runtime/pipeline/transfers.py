@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
-from meshwright.private import is_done, timeout_of
+from meshwright.private import is_done, timeout_of, without_modes
 from meshwright.runtime.branches.exchange import as_recorded
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
@@ -222,7 +222,8 @@ class Transfers:
     def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:
         entries = []
         for a in arriving:
-            with self._traffic.waiting.on():
+            # A trial, whose modes are on, computes in a wider type: the value would seem to have more bytes than were received.
+            with self._traffic.waiting.on(), without_modes():
                 self._wait(a.work, a.part)
                 if a.part.numel() < (whole := as_bytes(a.value)).numel():
                     gather_single(whole, a.part, group=self._tp)
