@@ -66,7 +66,15 @@ def slot_tensors(model: nn.Module, slots: Iterable[Slot]) -> list[Tensor]:
 
 def slot_value(model: nn.Module, slot: Slot) -> Any:
     """The value in a slot now, or None. It is read without an attribute access, as planning watches the model's accesses."""
-    owner, name = owner_of(model.get_submodule(slot[0]), slot[1]) or (model, "")
+    return value_in(model.get_submodule(slot[0]), slot[1])
+
+
+def value_in(module: nn.Module, key: str) -> Any:
+    """The same of a slot of one module."""
+    found = owner_of(module, key)
+    if found is None:
+        return None
+    owner, name = found
     attributes = attributes_in(owner)
     tables = (attributes, *(attributes[table] for table in ("_buffers", "_parameters") if isinstance(owner, nn.Module)))
     return next((table[name] for table in tables if name in table), None)

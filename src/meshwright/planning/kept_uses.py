@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.calls.structure import is_constant
-from meshwright.calls.tracer import Slot, memory_of, slot_tensors, slot_value
+from meshwright.calls.tracer import Slot, memory_of, slot_tensors, slot_value, value_in
 from meshwright.described import laid
 from meshwright.graph import ROOT, ModelGraph, Path, Span
 from meshwright.planning.attribute_uses import AttributeUses, Use
@@ -38,13 +38,14 @@ class KeptUses:
         self._model, self._graph, self._uses = model, graph, uses
         self.touched: dict[int, Touches] = {}
         self.changed_in: dict[Path, list[Slot]] = {}
+        self._modules = {slot: model.get_submodule(slot[0]) for slot in changed}  # each call asks, of each slot
         self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
         self._kept = {slot: slot_value(model, slot) for slot in changed}
         self._laid = {slot: laid(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)}
 
     def contents(self) -> dict[Slot, Any]:
         """What the slots hold now."""
-        return {slot: contents(slot_value(self._model, slot)) for slot in self._carried}
+        return {slot: contents(value_in(module, slot[1])) for slot, module in self._modules.items()}
 
     def memories(self, slots: Iterable[Slot]) -> set[int]:
         """The memories that some slots held before the forward."""

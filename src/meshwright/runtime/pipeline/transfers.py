@@ -240,7 +240,8 @@ class Transfers:
         """
         tensors = []
         for a in arriving:
-            with self._traffic.waiting.on():
+            # A trial, whose modes are on, computes in a wider type: the value would seem to have more bytes than were received.
+            with self._traffic.waiting.on(), without_modes():
                 self._wait(a.work, a.part)
                 if a.part is not a.buffer:
                     with without_modes():  # the mode of a trial would make these bytes float64
