@@ -223,10 +223,17 @@ class Planned:
         return rows_apart(self._model, place, graph)
 
     @one_process()
-    def record(self, batch: Any, recorder: Recorder, evaluating: Evaluating = frozenset()) -> None:
-        """Runs the forward on meta tensors under ``recorder``."""
+    def record(
+        self,
+        batch: Any,
+        recorder: Recorder,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
+    ) -> None:
+        """Runs the forward on meta tensors under ``recorder``. ``evaluating``, ``switches``: as for ``graph``."""
         run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
         with (
+            switched(self._model, switches),
             Shadow(),
             Meeting(),
             computing_in(self._model, self._precision),

@@ -53,7 +53,13 @@ class Replanner(Protocol):
         """A forward, recorded, with where stages begin in it; ``run`` runs it, ``grad``: whether it is one for a backward;
         ``evaluating``: the modules that are in evaluation mode; ``switches``: what a person has set on modules."""
 
-    def record(self, batch: Any, recorder: Any, evaluating: Evaluating = frozenset()) -> None:
+    def record(
+        self,
+        batch: Any,
+        recorder: Any,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
+    ) -> None:
         """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
 
 
