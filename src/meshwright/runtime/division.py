@@ -98,6 +98,7 @@ class Division:
         # Of the running step: whether its rows are run apart, and its batch, with its form.
         self._divided, self._batch = False, None
         self._form: Hashable = None
+        self._rows = 0
         self._begin: ModuleState | None = None
         self._unread: Unread | None = None
         self.late = self._device.type != "cpu"
@@ -150,7 +151,7 @@ class Division:
         each = 1 / (self._recipe.mesh.data_size * len(pieces.batches))
         even = all(abs(x - each) < 1e-9 for x in pieces.scale)
         self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
-        self._divided, self._form, self._batch, self._begin = divided, form_of(batch), batch, None
+        self._divided, self._form, self._batch, self._begin = divided, self._form_of(batch), batch, None
         if divided and (self._paths.watching or not self._done.knows(self._told(self._paths.NOTHING))):
             self._keep_what_it_begins_with(batch)
         return pieces
@@ -160,6 +161,12 @@ class Division:
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
         if self._trials.of(self._evaluating).steps is not None:
             self._begin = ModuleState(self._runner.module, self._runner.written())
+
+    def _form_of(self, batch: Any) -> Hashable:
+        """The form of a batch; how many rows it has is a part of it where they are many more than in any trial."""
+        self._rows = rows_of(batch)
+        all_rows = self._rows * self._recipe.mesh.data_size
+        return form_of(batch), all_rows.bit_length() if all_rows > self._trials.rows_tried else 0
 
     def _told(self, ways: Hashable) -> Hashable:
         """What is told of the running step."""
@@ -176,7 +183,7 @@ class Division:
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
         if self._trials.before_step(None if notice else batch, self._evaluating):
-            self._form = form_of(batch)
+            self._form = self._form_of(batch)
             self._done.note(self._told(self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
             everything, first = gather_rows(None if notice else batch, self._trials.data_groups())
@@ -313,7 +320,8 @@ class Division:
         """
         rows, _ = self._trials.rows_to_try(self._batch)
         with nullcontext() if self._begin is None else self._begin.restored():
-            if rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2):
+            combine = rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2)
+            if combine and self._trials.line_beyond(rows, self._rows) is None:
                 return
         raise RowsError(
             "in this step the model does what it has not done before (its batch is of another form, it acts on values, or "

@@ -258,6 +258,11 @@ class LabelCounter:
         self.slots: tuple[Slot, ...] = ()
         self.notes: dict[str, None] = {}
 
+    def follow(self, batch: Any, mode: Any) -> None:
+        """Runs the forward for the shapes of a batch, as the model stands now, under a mode."""
+        with torch.no_grad(), random_numbers_kept():
+            self._record(batch, mode, self._modes.now(), self._switches.now)
+
     def counted(self, batch: Any, rows: int) -> Counted:
         """Counts in a piece of a batch with so many rows."""
         leaves = tensors_in(batch)
@@ -282,8 +287,8 @@ class LabelCounter:
     def _new_program(self, batch: Any, leaves: list[Any], rows: int) -> Program:
         """Records the program for the shapes of a batch; an empty one, with the reason, if the forward fails."""
         try:
-            with torch.no_grad(), random_numbers_kept():
-                recorder = self._recorded(batch, len(leaves))
+            recorder = self._recorded(batch, len(leaves))
+            with torch.no_grad():
                 program = _program(recorder, self._shapes(recorder, batch, leaves, rows), len(leaves))
         except Exception as error:  # the forward cannot run without values
             program = Program(Tape(len(leaves)), why=_as_text(error))
@@ -292,7 +297,7 @@ class LabelCounter:
 
     def _recorded(self, batch: Any, leaves: int) -> Recorder:
         recorder = Recorder(leaves)
-        self._record(copied(batch), recorder, self._modes.now(), self._switches.now)
+        self.follow(copied(batch), recorder)
         return recorder
 
     def _shapes(
