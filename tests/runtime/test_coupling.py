@@ -796,9 +796,11 @@ def kinds_by_number(plan):
     return found
 
 
-@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "dp_shard=2"}, pytest.param(MICROBATCHES[0], marks=pytest.mark.proof)], ids=str
+)
 def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, workers):
-    found = workers.run(kinds_by_number, plan, ranks=2)[0]
+    found = workers.run(kinds_by_number, plan, ranks=2, timeout=300)[0]
     for what, kind in BY_NUMBER.items():
         assert found[what, (24,)] == (kind, False), what
         if what != "a_divisor":  # which is a sum of 8 rows
