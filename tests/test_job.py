@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,29 @@ def test_coupled_rows_are_found_and_said(workers):
     assert rows == "coupled"
     assert any("couples the rows" in n for n in notes)
     assert loss == pytest.approx(float(expected), rel=1e-9)
+
+
+class Unreduced(Regression):
+    """A loss of its rows' mean that keeps its dim, or of each row."""
+
+    def __init__(self, each=False):
+        super().__init__()
+        self.each = each
+
+    def forward(self, x, y):
+        losses = super().forward(x, y).loss * torch.ones(len(x), 1, dtype=x.dtype)
+        return SimpleNamespace(loss=losses if self.each else losses.mean(0))
+
+
+def test_a_loss_of_one_element_in_a_dim_is_a_number(workers):
+    loss, rows, _ = workers.run(kind_of_rows, Unreduced, "dp_shard=2", ranks=2)[0]
+    assert (loss, rows) == workers.run(kind_of_rows, Regression, "dp_shard=2", ranks=2)[0][:2]
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2", "tp=2", "pp=2"])
+def test_a_loss_of_each_row_is_an_error_of_the_plan(plan):
+    with pytest.raises(mw.PlanError, match=r"one number.*\n.*loss.mean\(\)"):
+        mw.make_recipe(partial(Unreduced, True), plan, {k: v[:4] for k, v in dataset().items()})
 
 
 def test_rows_split_is_the_plan_to_say(workers):

@@ -33,7 +33,7 @@ from meshwright.planning.shadow import Shadow
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import copied, mapped, plain
 from meshwright.runtime.rows.label_counter import Recorder
-from meshwright.runtime.rows.loss import Loss, check_loss, output_loss
+from meshwright.runtime.rows.loss import Loss, check_loss, one_number, output_loss
 from meshwright.runtime.rows.microbatches import called
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
@@ -119,11 +119,14 @@ class Planned:
             batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
         self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
         recipe = resolve(
-            self._model, plan, lambda model: loss(called(model, copied(batch))), batch, whole_batch=whole_batch
+            self._model, plan, lambda model: self._loss_of(model, copied(batch)), batch, whole_batch=whole_batch
         )
         divided = recipe.mesh.data_size * recipe.microbatches > 1
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
         self._homes = _homes(self.recipe)
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> Any:
+        return one_number(self._loss(called(model, batch)))
 
     def under(self, recipe: Recipe) -> Planned:
         """This model under the recipe on which all ranks have agreed. (By the samples of data ranks, recipes may differ.)"""
@@ -210,7 +213,7 @@ class Planned:
     def _runs(self, batch: Any) -> bool:
         """Whether the forward runs on a batch, on meta tensors."""
         try:
-            run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
+            run = undisturbed(self._model, lambda model: self._loss_of(model, batch))
             with torch.no_grad(), Shadow(), Meeting(), random_numbers_kept():
                 run(self._model)
         except Exception:  # a model may raise anything for shapes that do not fit
@@ -223,10 +226,17 @@ class Planned:
         return rows_apart(self._model, place, graph)
 
     @one_process()
-    def record(self, batch: Any, recorder: Recorder, evaluating: Evaluating = frozenset()) -> None:
-        """Runs the forward on meta tensors under ``recorder``."""
-        run = undisturbed(self._model, lambda model: self._loss(called(model, batch)))
+    def record(
+        self,
+        batch: Any,
+        recorder: Recorder,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
+    ) -> None:
+        """Runs the forward on meta tensors under ``recorder``. ``evaluating``, ``switches``: as for ``graph``."""
+        run = undisturbed(self._model, lambda model: self._loss_of(model, batch))
         with (
+            switched(self._model, switches),
             Shadow(),
             Meeting(),
             computing_in(self._model, self._precision),

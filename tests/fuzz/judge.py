@@ -270,7 +270,11 @@ class Differences:
 
 
 def _brief(x: Tensor | None) -> str:
-    return "None" if x is None else str([float(f"{v:.6g}") for v in x.detach().flatten().tolist()[:4]])
+    return (
+        "None"
+        if x is None
+        else str([v if isinstance(v, complex) else float(f"{v:.6g}") for v in x.detach().flatten().tolist()[:4]])
+    )
 
 
 # --- in the pool's own process ----------------------------------------------------------------------------------------

@@ -402,3 +402,46 @@ def test_a_forward_that_selects_nothing_by_masks_is_not_run_for_empty_masks(sele
     assert "layers.0" not in units and {"layers.1", "layers.2"} <= units
     assert ("last.0" in units) is not selects
     assert len(ran) == forwards
+
+
+@torch.jit.script
+def shifted(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x + shift)
+
+
+class Scripted(nn.Module):
+    """A function of torch.jit takes a parameter: of the block, or the object that also stands in a list."""
+
+    def __init__(self, listed):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.shift = nn.Parameter(torch.ones(16))
+        self.held = [self.shift] if listed else []
+
+    def forward(self, x):
+        return self.down(shifted(self.up(x), self.held[0] if self.held else self.shift))
+
+
+class ScriptedLayers(nn.Module):
+    def __init__(self, listed=False):
+        super().__init__()
+        self.layers = nn.Sequential(*(Scripted(listed) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_shard=2,tp=2"])
+def test_a_parameter_that_a_scripted_function_takes_stays_in_its_unit(mesh):
+    recipe = mw.make_recipe(ScriptedLayers, mesh, rows())
+    assert {line.data for line in recipe.parameters} == {"shard"}
+
+
+def loss_in_half(build):
+    job = mw.parallelize(build, {"mesh": "dp_shard=2", "precision": "bfloat16"}, batch=rows(), timeout=20)
+    return float(job.step(tuple(x[:4] for x in rows())))
+
+
+def test_a_scripted_function_takes_what_fsdp_leaves_as_it_is_in_the_half_type(workers):
+    found = workers.run(loss_in_half, lambda: ScriptedLayers(listed=True), ranks=2)[0]
+    assert found == pytest.approx(workers.run(loss_in_half, ScriptedLayers, ranks=2)[0], rel=1e-2)

@@ -146,6 +146,9 @@ class Block(nn.Module):
         elif does == "listens":
             h = h * 1.0
             h.register_hook(lambda g: 2 * g)
+        elif does == "takes powers":
+            h = 1 + h**2 - 2**h
+            h **= 2
         elif does == "prints":
             print("", end="")
         elif does == "leaves gradients out":
@@ -272,7 +275,15 @@ def test_a_replay_is_the_eager_forward(layout: str, workers: LocalWorkers) -> No
     assert all(both(workers, Model, LAYOUTS[layout]))
 
 
-HELD = ("counts in a buffer", "writes a slice", "leaves gradients out", "drops", "uses a global", "uses an attribute")
+HELD = (
+    "counts in a buffer",
+    "writes a slice",
+    "leaves gradients out",
+    "drops",
+    "uses a global",
+    "uses an attribute",
+    "takes powers",
+)
 REFUSED = {
     "reads a value": "Python reads a value",
     "assigns a buffer": "it changes what its modules keep",

@@ -738,3 +738,71 @@ def kinds_of_numbers(plan):
 @pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "tp=2", "microbatches": 2}], ids=str)
 def test_corners_of_a_number_of_all_rows_of_the_batch_couple_them(plan, workers):
     assert workers.run(kinds_of_numbers, plan, ranks=2)[0] == OF_NUMBERS
+
+
+class ByNumber(Tokens):
+    """Does something else with many rows than with the few of a trial.
+
+    Args:
+        what: it does.
+    """
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, ids, labels):
+        logits = self.head(self.table(ids))
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
+        return SimpleNamespace(loss=getattr(self, f"with_{self.what}")(each, logits))
+
+    def with_the_hardest(self, each, logits):
+        return each.topk(min(12, len(each))).values.mean()
+
+    def with_the_first(self, each, logits):
+        return each.mean() + 0.1 * logits[:12].square().mean()
+
+    def with_a_term(self, each, logits):
+        return each.mean() + (0.1 * logits.std(0).mean() if len(each) > 8 else 0.0)
+
+    def with_a_divisor(self, each, logits):
+        return each.sum() / max(12, len(each))
+
+    def with_blocks(self, each, logits):
+        return torch.cat([block * 2 for block in each.split(5)]).mean()
+
+    def with_a_loop(self, each, logits):
+        return sum(each[i] for i in range(len(each))) / len(each)
+
+
+BY_NUMBER = dict.fromkeys(["the_hardest", "the_first", "a_term", "a_divisor"], "coupled") | dict.fromkeys(
+    ["blocks", "a_loop"], "mean"
+)
+
+
+def kinds_by_number(plan):
+    """How 24 rows combine; and how they are said to after 8 rows, with the error of the step."""
+    found = {}
+    for what in BY_NUMBER:
+        for sizes in ((24,), (8, 24)):
+            job = mw.parallelize(partial(ByNumber, what), plan, batch=tokens(sizes[0]))
+            error = ""
+            for rows in sizes:
+                try:
+                    job.step(own_rows(job, tokens(rows)))
+                except RowsError as raised:
+                    error = str(raised)
+            found[what, sizes] = (job.rows, "combine otherwise" in error)
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "dp_shard=2"}, pytest.param(MICROBATCHES[0], marks=pytest.mark.proof)], ids=str
+)
+def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, workers):
+    found = workers.run(kinds_by_number, plan, ranks=2, timeout=300)[0]
+    for what, kind in BY_NUMBER.items():
+        assert found[what, (24,)] == (kind, False), what
+        if what != "a_divisor":  # which is a sum of 8 rows
+            assert found[what, (8, 24)] == ("mean", kind == "coupled"), what
+    assert found["a_divisor", (8, 24)] == ("sum", True)

@@ -166,6 +166,39 @@ def test_what_is_set_between_steps_is_as_on_one_device_or_an_error(
                 assert losses == pytest.approx(one_device(change), rel=1e-9), change
 
 
+class Masked(nn.Module):
+    """A mean of those rows alone whose first number is below a threshold, of which another is set before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.below = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), 5.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x[:, :1] < self.below).to(x.dtype)
+        off = (self.down(torch.tanh(self.up(x))) - 1).square()
+        return (off * mask).sum() / mask.sum()
+
+
+def with_thresholds(plan: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The losses of one device, and of a job, in ten steps."""
+    torch.manual_seed(0)
+    model = Masked().double()
+    job = mw.parallelize(lambda: Masked().double(), {**plan, "seed": 0}, batch=rows(0), timeout=20)
+    ranks, index = job.recipe.mesh.data_size, job.recipe.mesh.data_index(job.rank)
+    one, found = list[float](), list[float]()
+    for i in range(10):
+        model.below = job.module.below = 1.5 - i / 7
+        one.append(float(model(rows(i))))
+        found.append(float(job.step(rows(i).chunk(ranks)[index])))
+    return one, found
+
+
+@pytest.mark.parametrize("plan", [PLANS[0], {"mesh": "dp_replicate=2"}], ids=str)
+def test_a_mask_that_follows_from_a_switch_is_counted_as_it_is_now(plan: dict[str, Any], workers: LocalWorkers) -> None:
+    for one, found in workers.run(with_thresholds, plan, ranks=2):
+        assert found == pytest.approx(one, rel=1e-9)
+
+
 def stopped_by_a_hook(change: str) -> str:
     job = mw.parallelize(lambda: Model().double(), PLANS[0], batch=rows(0), timeout=5)
     job.step(rows(0))

@@ -35,6 +35,7 @@ from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
 from meshwright.runtime.weights.parameters import places
 from meshwright.runtime.weights.recompute import recomputed
+from meshwright.switches import Switches
 
 Build = Callable[[], nn.Module]
 
@@ -160,7 +161,9 @@ class Staged:
             programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes, stages.switches)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = (
-            LabelCounter(self.planned.record, self.models[0], Modes(self.models[0])) if self.microbatches > 1 else None
+            LabelCounter(self.planned.record, self.models[0], Modes(self.models[0]), Switches(self.models[0]))
+            if self.microbatches > 1
+            else None
         )
 
     def step(self, batch: Any, *, backward: bool = True) -> float:

@@ -43,9 +43,12 @@ class Reading(GlobalTensorMode):
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.dispatcher, planner.parameter)
         self.planner = planner
+        self._closed = 0  # within how many scripted functions it is
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._closed:
+            return func(*args, **kwargs)
         if func == SET_DATA:
             self.planner.assigned(*args)
         if func in SPECIAL or transforming():
@@ -73,6 +76,19 @@ class Reading(GlobalTensorMode):
         with again:
             out = dispatcher.call(func, args, kwargs)
         return _of_sources(out, sources)
+
+    def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What it does is not looked at: in a run nothing of it is seen. On meta torch's kernels are Python, and take the very
+        parameters that it was given."""
+
+        def unseen(*given: Any, **named: Any) -> Any:
+            self._closed += 1
+            try:
+                return call(*given, **named)
+            finally:
+                self._closed -= 1
+
+        return super().scripted(unseen, function, args, kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom Function that takes a parameter both as it is given it and from a module: its backward may compute with the

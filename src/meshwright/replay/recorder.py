@@ -260,7 +260,31 @@ def _getter(func: Any) -> Callable[..., Any]:
     if getattr(func, "__name__", "") == "__get__":
         return Property(name_of(func))
     target: Callable[..., Any] = func
-    return target
+    return target if _is_spelled(func) else Unspelled(func)
+
+
+def _is_spelled(func: Any) -> bool:
+    """Whether a function stands where its module and its name say. So ``fx`` writes those of torch; others it is given."""
+    module, name = getattr(func, "__module__", None) or "", getattr(func, "__name__", "")
+    if not module.startswith("torch."):
+        return True
+    return func in (getattr(sys.modules.get(module), name, None), getattr(Tensor, name, None))
+
+
+class Unspelled:
+    """A function of torch that stands under another name than it has: ``x ** 2`` is called ``pow``, and is not that."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unspelled) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
 
 
 class Property:

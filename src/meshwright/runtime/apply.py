@@ -128,7 +128,7 @@ def _local_programs(model: nn.Module, recipe: Recipe) -> LocalPrograms:
 def _label_counter(stages: Stages, replanner: Replanner) -> LabelCounter | None:
     """Counts the labels of batches; None if batches are not divided."""
     divided = stages.recipe.mesh.data_size * stages.recipe.microbatches > 1
-    return LabelCounter(replanner.record, stages.model, stages.modes) if divided else None
+    return LabelCounter(replanner.record, stages.model, stages.modes, stages.switches) if divided else None
 
 
 def _module_calls(

@@ -103,6 +103,7 @@ class Division:
         # Of the running step: whether its rows are divided; some rows of the batch; its form; the state before the step.
         self._divided, self._batch = False, None
         self._form: Hashable = None
+        self._rows = 0
         self._begin: ModuleState | None = None
         self._unread: Unread | None = None
         self.late = self._device.type != "cpu"
@@ -155,7 +156,7 @@ class Division:
         divided = count > 1 and pieces.gathered is None and self._kind != SPLIT
         even = all(abs(weight - 1 / count) < _EVEN for weight in pieces.scale)
         self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
-        self._divided, self._form, self._batch, self._begin = divided, form_of(batch), batch, None
+        self._divided, self._form, self._batch, self._begin = divided, self._form_of(batch), batch, None
         if divided and (self._paths.watching or self._kind_of_step(self._paths.NOTHING) not in self._seen):
             self._prepare_trial(batch)
         return pieces
@@ -165,6 +166,12 @@ class Division:
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
         if self._trials.of(self._evaluating).steps is not None:
             self._begin = ModuleState(self._runner.module, self._runner.written())
+
+    def _form_of(self, batch: Any) -> Hashable:
+        """The form of a batch. The magnitude of its number of rows is part of it, if a batch has more than any trial."""
+        self._rows = rows_of(batch)
+        all_rows = self._rows * self._recipe.mesh.data_size
+        return form_of(batch), all_rows.bit_length() if all_rows > self._trials.rows_tried else 0
 
     def _kind_of_step(self, ways: Hashable) -> Hashable:
         """The kind of the running step, as a key; ``ways``: its paths through the model."""
@@ -183,7 +190,7 @@ class Division:
         if data * pieces == 1:
             return Pieces([batch], [1.0], [None])
         if self._trials.before_step(None if notice else batch, self._evaluating):
-            self._form = form_of(batch)
+            self._form = self._form_of(batch)
             self._seen.add(self._kind_of_step(self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
             all_rows, first = gather_rows(None if notice else batch, self._trials.data_groups())
@@ -323,7 +330,8 @@ class Division:
         """
         rows, _ = self._trials.rows_to_try(self._batch)
         with nullcontext() if self._begin is None else self._begin.restored():
-            if rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2):
+            combine = rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2)
+            if combine and self._trials.line_beyond(rows, self._rows) is None:
                 return
         raise RowsError(
             "in this step the model does what it has not done before (its batch is of another form, it acts on values, or "

@@ -18,12 +18,14 @@ from meshwright.errors import StageError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import ReadLog, Reads
+from meshwright.runtime.coupling.sizes import line_beyond
 from meshwright.runtime.coupling.trial import COUPLED, MOST_ROWS, Forwards, Trial, Verdict, combine_as, how_rows_combine
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.microbatches import Noticed, gather_rows, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
 _OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
+_BEYOND = "what it does at {} depends on how many rows there are: with a few it is not what it is with all of them"
 _UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
 # on a rank, for a trial of its own rows: each half then has two, so that rows within a half can interact
 _ROWS_TO_TRY = 4
@@ -49,12 +51,16 @@ class RowTrials:
     Args:
         counter: counts the labels that means are divided by; None: means are over rows.
         random: the generators that a forward may draw from.
+
+    Attributes:
+        rows_tried: for how many rows, of all ranks, it is known that a forward does what it does with a few.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
         self._runner, self._counter, self._random, self._recipe = runner, counter, random, runner.recipe
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._tried: dict[Evaluating, Tried] = {}
+        self.rows_tried = 0
 
     def of(self, evaluating: Evaluating) -> Tried:
         """The result with these modules in evaluation mode; before any trial, what the plan says."""
@@ -117,7 +123,29 @@ class RowTrials:
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        return _merged(how_rows_combine(rows, self.forwards(), dtype, single=single))
+        verdict = how_rows_combine(rows, self.forwards(), dtype, single=single)
+        if verdict.kind != COUPLED and (line := self.line_beyond(rows, rows_of(batch))) is not None:
+            verdict = Verdict(COUPLED, line and _BEYOND.format(line))
+        return _merged(verdict)
+
+    def line_beyond(self, rows: Any, rank_rows: int) -> str | None:
+        """The line of the model that computes something else with all rows of a step than with the few of a trial. Collective.
+
+        Args:
+            rows: some rows of the step.
+            rank_rows: how many rows this rank has.
+
+        Returns:
+            The line; empty if only other ranks met it; None if no rank did.
+        """
+        _, most = self._agreed(rank_rows)
+        few, all_rows = min(rows_of(rows), MOST_ROWS), most * self._recipe.mesh.data_size
+        self.rows_tried = max(self.rows_tried, all_rows)
+        if self._counter is None or all_rows <= few:
+            return None
+        piece = max(few, -(-most // self._recipe.microbatches))
+        line = line_beyond(rows, (few, piece, all_rows), self._counter.follow)
+        return line if self._agreed(bool(line))[1] else None
 
     def rows_to_try(self, batch: Any) -> tuple[Any, int]:
         """Rows for a trial. Collective.

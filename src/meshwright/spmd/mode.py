@@ -242,7 +242,8 @@ class GlobalTensorMode(FunctionMode):
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a scripted function: it takes and returns whole tensors."""
         change = partial(self._whole, "a scripted function")
-        args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+        with without_modes():  # as below
+            args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
         return call(function, *args, **kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

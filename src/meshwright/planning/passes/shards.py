@@ -13,7 +13,7 @@ from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
 from meshwright.calls.sequence import InputCut
 from meshwright.chance import LARGEST, SMALLEST, GeneratorUse, drawing
-from meshwright.errors import Finding, source_place
+from meshwright.errors import Finding, PlanError, source_place
 from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
@@ -39,7 +39,7 @@ def shard_over_tp(draft: Draft) -> Draft:
             draft = replace(draft, writing=draft.writing | writing)
             return shard_over_tp(draft.noted([_of_writing(writing)]))
     except Exception as error:  # whatever a model may raise on tensors without values
-        if is_ours(error):
+        if is_ours(error) or isinstance(error, PlanError):
             raise
         return _as_said(draft.wrong(_casts(draft, uses)), styles, error, unknown)
     draft = draft.wrong(_casts(draft, uses))

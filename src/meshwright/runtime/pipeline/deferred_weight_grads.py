@@ -40,7 +40,7 @@ class DeferredWeightGrads(FunctionMode):
                 return self._product(args[0], args[1], args[2] if len(args) > 2 else None, turned=True)
             if func in _MATMULS and len(args) == 2 and _is_weight(args[1]):
                 return self._product(args[0], args[1], None, turned=False)
-            if func in _ADDMMS and len(args) == 3 and _is_weight(args[2]) and args[0].dim() == 1:
+            if func in _ADDMMS and len(args) == 3 and _is_weight(args[2]) and args[0].shape == args[2].shape[1:]:
                 return self._product(args[1], args[2], args[0], turned=False)
         return func(*args, **(kwargs or {}))
 
@@ -50,18 +50,22 @@ class DeferredWeightGrads(FunctionMode):
             _under_autocast(weight.detach()),
             None if bias is None else _under_autocast(bias),
         )
-        return _Product.apply(x, _anchor(w), w, bias, weight, self, turned)
+        half = _Half(weight, self.waiting)
+        return _Product.apply(x, half.anchor(), w, bias, half, turned)
 
     def finish(self) -> None:
         """The second half: computes the weight gradients and adds them to the parameters."""
-        waiting, self.waiting = self.waiting, []
-        for weight, gradient in waiting:
+        for weight, gradient in self.waiting:
             torch.autograd.backward(weight, gradient().to(weight.dtype))
+        self.waiting.clear()
 
 
 def _is_weight(w: Any) -> bool:
-    """Whether a tensor is a trained matrix: a parameter, or this rank's part of one."""
-    if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2:
+    """Whether a tensor is a trained matrix of real numbers: a parameter, or this rank's part of one.
+
+    (The gradient of a complex matrix takes conjugates.)
+    """
+    if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2 or not w.is_floating_point():
         return False
     return (isinstance(w, nn.Parameter) and type(w) is nn.Parameter) or getattr(w, "_mw_is_parameter", False)
 
@@ -74,13 +78,33 @@ def _under_autocast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(kind))
 
 
-def _anchor(w: Tensor) -> Tensor:
-    """A scalar that requires a gradient, so that the result of a product does, also if its input does not."""
-    return torch.zeros((), dtype=w.dtype, device=w.device, requires_grad=True)
+class _Half:
+    """The deferred gradient of the weight of one product.
+
+    Args:
+        waiting: gets the weight and the function that computes its gradient, in a backward that accumulates gradients. A
+            backward that asks for other gradients (``torch.autograd.grad`` in a hook of the model, say) also goes through the
+            product, but reaches no leaf.
+    """
+
+    def __init__(self, weight: Tensor, waiting: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        self._weight, self._waiting = weight, waiting
+        self.gradient: Callable[[], Tensor] | None = None  # of the last backward that went through the product
+
+    def anchor(self) -> Tensor:
+        """A scalar leaf that requires a gradient, so that the result of the product does, also if its input does not."""
+        anchor = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device, requires_grad=True)
+        anchor.register_post_accumulate_grad_hook(self._wait)
+        return anchor
+
+    def _wait(self, anchor: Tensor) -> None:
+        gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            self._waiting.append((self._weight, gradient))
 
 
 class _Product(torch.autograd.Function):
-    """``x @ w.T + bias`` (if ``turned``) or ``x @ w + bias``. The gradient of ``weight`` is deferred."""
+    """``x @ w.T + bias`` (if ``turned``) or ``x @ w + bias``. The gradient of the weight is deferred."""
 
     @staticmethod
     def forward(
@@ -89,12 +113,11 @@ class _Product(torch.autograd.Function):
         anchor: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        weight: Tensor,
-        later: DeferredWeightGrads,
+        half: _Half,
         turned: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.weight, ctx.later, ctx.turned, ctx.bias = weight, later, turned, bias is not None
+        ctx.half, ctx.turned, ctx.bias = half, turned, bias is not None
         out = functional.linear(x, w if turned else w.T, bias)
         return out.detach()  # not a view, which a model could not write to
 
@@ -110,7 +133,7 @@ class _Product(torch.autograd.Function):
             inputs, grads = x.reshape(-1, x.shape[-1]), output_grad.reshape(-1, g.shape[-1])
             return grads.T @ inputs if turned else inputs.T @ grads
 
-        ctx.later.waiting.append((ctx.weight, gradient))
+        ctx.half.gradient = gradient
         gx = (g @ w if turned else g @ w.T) if ctx.needs_input_grad[0] else None
         gb = g.reshape(-1, g.shape[-1]).sum(0) if ctx.bias and ctx.needs_input_grad[3] else None
-        return gx, None, None, gb, None, None, None
+        return gx, g.new_zeros(()), None, gb, None, None

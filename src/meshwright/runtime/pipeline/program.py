@@ -62,7 +62,13 @@ class Replanner(Protocol):
             switches: settings that a person has changed on modules.
         """
 
-    def record(self, batch: Any, recorder: Any, evaluating: Evaluating = frozenset()) -> None:
+    def record(
+        self,
+        batch: Any,
+        recorder: Any,
+        evaluating: Evaluating = frozenset(),
+        switches: Mapping[Switch, Any] = NO_SWITCHES,
+    ) -> None:
         """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
 
 

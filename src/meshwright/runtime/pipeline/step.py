@@ -37,7 +37,7 @@ from meshwright.runtime.pipeline.program import Call, Program
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.runtime.rows.batch import copied, tensors_in
-from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.rows.loss import Loss, one_number
 from meshwright.runtime.rows.loss_weights import Shares, weighed
 from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
 from meshwright.schedule import TRANSFERS, Action, Schedule
@@ -233,7 +233,7 @@ class Step:
             elif self._loss is None:
                 self.result = map_tensors(whole, output)
             else:
-                flight.loss = weighed(whole(self._loss(output)), self._pieces.scale[m])
+                flight.loss = weighed(one_number(whole(self._loss(output))), self._pieces.scale[m])
                 self.losses.append(flight.loss.detach())
         if not self._backward_too:
             flight.received, flight.loss, flight.ends = {}, None, []

@@ -22,7 +22,9 @@ from meshwright.runtime.recent import Lengths, Points, sizes_of
 from meshwright.runtime.rows.batch import copied, doubled, host_of, tensors_in
 from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, is_quotient, labels_counted
 from meshwright.runtime.rows.label_program import Name, Replay, Step, Tape, tensors_of_model
+from meshwright.switches import Switch, Switches
 
+Record = Callable[[Any, Any, Evaluating, Mapping[Switch, Any]], None]
 Slot = tuple[str, int, int]
 """Identifies a sum over rows: (the model's line, how many sums precede it on that line, how many numbers it has)."""
 
@@ -240,25 +242,31 @@ class LabelCounter:
     """Counts in pieces of batches. Records a program for each set of shapes, or one for all.
 
     Args:
-        record: (batch, mode, modules in evaluation mode): runs the forward on meta, under the mode.
+        record: (batch, mode, modules in evaluation mode, switches): runs the forward on meta, under the mode.
         model: the model, whose buffers a program may use.
         modes: reads which modules are in evaluation mode.
+        switches: what a person sets on modules between steps.
 
     Attributes:
         slots: the slots that all ranks know, in the same order on all.
         notes: the notes for a person, in order.
     """
 
-    def __init__(self, record: Callable[[Any, Recorder, Evaluating], None], model: nn.Module, modes: Modes) -> None:
-        self._record, self._model, self._modes = record, model, modes
+    def __init__(self, record: Record, model: nn.Module, modes: Modes, switches: Switches) -> None:
+        self._record, self._model, self._modes, self._switches = record, model, modes, switches
         self._programs = Lengths(_between)
         self.slots: tuple[Slot, ...] = ()
         self.notes: dict[str, None] = {}
 
+    def follow(self, batch: Any, mode: Any) -> None:
+        """Runs the forward for the shapes of a batch, as the model stands now, under a mode."""
+        with torch.no_grad(), random_numbers_kept():
+            self._record(batch, mode, self._modes.now(), self._switches.now)
+
     def counted(self, batch: Any, rows: int) -> Counted:
         """Counts in a piece of a batch with so many rows."""
         leaves = tensors_in(batch)
-        sizes = sizes_of(batch, rows, self._modes.now())
+        sizes = sizes_of(batch, rows, self._modes.now(), self._switches.told)
         program = self._programs.get_or_make(sizes, lambda: self._new_program(batch, leaves, rows))
         try:
             return self._counted(program, leaves, rows)
@@ -279,8 +287,8 @@ class LabelCounter:
     def _new_program(self, batch: Any, leaves: list[Any], rows: int) -> Program:
         """Records the program for the shapes of a batch; an empty one, with the reason, if the forward fails."""
         try:
-            with torch.no_grad(), random_numbers_kept():
-                recorder = self._recorded(batch, len(leaves))
+            recorder = self._recorded(batch, len(leaves))
+            with torch.no_grad():
                 program = _program(recorder, self._shapes(recorder, batch, leaves, rows), len(leaves))
         except Exception as error:  # the forward cannot run without values
             program = Program(Tape(len(leaves)), why=_as_text(error))
@@ -289,7 +297,7 @@ class LabelCounter:
 
     def _recorded(self, batch: Any, leaves: int) -> Recorder:
         recorder = Recorder(leaves)
-        self._record(copied(batch), recorder, self._modes.now())
+        self.follow(copied(batch), recorder)
         return recorder
 
     def _shapes(

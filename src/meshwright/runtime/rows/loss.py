@@ -44,4 +44,23 @@ def check_loss(loss: Loss) -> None:
         )
 
 
-__all__ = ["Loss", "check_loss", "output_loss"]
+def one_number(loss: Tensor) -> Tensor:
+    """A loss without dims. One of a single element in dims, of which torch takes gradients, too, is that number.
+
+    Raises:
+        PlanError: it has several elements, of which torch takes none, or no elements.
+    """
+    if not isinstance(loss, Tensor) or not loss.dim():
+        return loss
+    if loss.numel() != 1:
+        raise PlanError.of(
+            "this model",
+            where="loss",
+            given=f"a tensor of shape {tuple(loss.shape)}",
+            required="one number: torch takes gradients of no other",
+            fix="loss.mean(), in the model or in loss=",
+        )
+    return loss.reshape(())
+
+
+__all__ = ["Loss", "check_loss", "one_number", "output_loss"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.private import pytree, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
-from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, transforming
+from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, scripted_functions, transforming
 from meshwright.spmd.torch_functions import OF_ITSELF
 
 
@@ -55,7 +55,7 @@ class Halves(FunctionMode):
     def on(self) -> Iterator[None]:
         """For the time of a forward, or of a backward that repeats parts of one."""
         try:
-            with self, custom_functions(self._custom):
+            with self, custom_functions(self._custom), scripted_functions(self._custom):
                 yield
         finally:
             self._casts.clear()
@@ -67,7 +67,7 @@ class Halves(FunctionMode):
         return func(*args, **kwargs)
 
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A custom ``autograd.Function`` is no torch function."""
+        """A custom ``autograd.Function`` is no torch function, nor is what ``torch.jit`` made."""
         with without_modes():
             args, kwargs = self._substitute(args, kwargs)
         return apply(function, *args, **kwargs)

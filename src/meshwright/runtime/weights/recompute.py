@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.calls.hook import Around
+from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import snapshot, tensors_of
 from meshwright.generators import Generators, State
 from meshwright.private import version
@@ -123,7 +124,7 @@ def _version(t: Tensor) -> int | None:
 
 def _as_input(t: Tensor, copied: bool) -> Tensor:
     """A tensor without its graph, for a recompute; ``copied``: one that this may write to."""
-    if isinstance(t, nn.Parameter):
+    if isinstance(t, (nn.Parameter, Placeholder)):  # the block hands on what is on other ranks
         return t
     value = t.detach().requires_grad_(t.requires_grad)
     return value.clone() if copied else value  # (a clone is no leaf, to which autograd lets nobody write)
