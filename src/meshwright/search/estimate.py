@@ -8,6 +8,7 @@
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
 | its period P | max over ranks of (T of all behind it, and sends) / in flight | `_period` |
 | copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
+| the host of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._of_job` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
@@ -161,7 +162,8 @@ class Estimator:
     def _update(self, of: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
         device = max(self._elements(of)) * self._updates(of.tp, of.dp_shard)
-        host = at(self._pieces[of.tp].updates, max(rank.blocks for rank in self._ranks(of))) * self._profile.host
+        host = at(self._pieces[of.tp].updates, max(rank.blocks for rank in self._ranks(of)))
+        host *= self._profile.update(sharded=of.data * of.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
@@ -186,6 +188,7 @@ class Estimator:
         terms = {name: of.microbatches * seconds for name, seconds in one.items()}
         gathers = of.microbatches * 2 if of.reshard else 1
         terms["compute"] += self._copies(of, self._pieces[of.tp].total_elements, gathers)
+        terms["host"] += self._of_job(of, gathers)
         if of.data > 1:
             hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
             terms["data"] = self._data(of, hiding[0], hiding[1], blocks)
@@ -218,6 +221,7 @@ class Estimator:
         terms["bubble"] = pipelined(of, times, send) - of.microbatches * max(times)
         held = max(self._elements(of))
         terms["compute"] += self._copies(of, held, 1)
+        terms["host"] += self._of_job(of, 1)
         if of.data > 1:
             terms["data"] = (self._gather(of, held) if of.dp_shard > 1 else 0.0) + self._reduce(of, held)
         return terms
@@ -237,6 +241,24 @@ class Estimator:
             times * self._profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
             if nbytes
+        )
+
+    def _of_job(self, of: Candidate, gathers: int) -> float:
+        """Seconds of the host that a step takes besides its functions, on a CPU, where nothing runs beside them.
+
+        job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and receives
+        """
+        profile, passes = self._profile, of.microbatches * of.chunks
+        if not profile.cores:
+            return 0.0
+        units = self._pieces[of.tp].blocks // of.pp + 1
+        moved = units * ((gathers + 1) * (of.dp_shard > 1) + (of.dp_replicate > 1))
+        sends = 4 * passes * profile.host_collective if of.pp > 1 else 0.0
+        return (
+            profile.job_step
+            + 2 * passes * profile.job_action
+            + moved * (profile.host_unit or profile.host_collective)
+            + sends
         )
 
     def _gather(self, of: Candidate, elements: float) -> float:
