@@ -96,7 +96,7 @@ def main() -> None:
 
 def _model(model: Model, chosen: argparse.Namespace, workers: LocalWorkers) -> dict[str, Any]:
     """What is predicted and measured of a model: layout → its numbers."""
-    batch, layouts = plain(model.batch()), {name: LAYOUTS[name] for name in chosen.layouts}
+    batch, layouts = plain(model.batch()), {name: {**LAYOUTS[name], **model.settings} for name in chosen.layouts}
     predicted = {
         name: one for name, plan in layouts.items() if (one := _predicted(model, batch, name, plan, chosen.ranks))
     }

@@ -77,7 +77,7 @@ def _is_case(name: str, layout: str) -> bool:
 
 
 def _rows(name: str, layout: str, workers: LocalWorkers) -> Iterator[dict[str, Any]]:
-    model, plan = MODELS[name], Plan.parse(LAYOUTS[layout])
+    model, plan = MODELS[name], Plan.parse({**LAYOUTS[layout], **MODELS[name].settings})
     batch = plain(model.batch())
     measured = workers.run(
         measured_rank,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -133,16 +134,21 @@ def images(labels: bool) -> Any:
 
 
 class Model(NamedTuple):
+    """``settings``: of its plans. A router chooses by what float32 can tell apart, so that a run may take rows for coupled that
+    are not; a prediction takes them as the plan says.
+    """
+
     build: Callable[[], nn.Module]
     batch: Callable[[], Any]
     loss: Callable[[Any], Any] = output_loss
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 MODELS = {
     "decoder": Model(llama, tokens),
     "encoder-decoder": Model(t5, tokens),
     "vision": Model(vit, partial(images, True)),
-    "MoE": Model(mixtral, tokens),
+    "MoE": Model(mixtral, tokens, settings={"rows": "split"}),
     "two towers": Model(Towers, ids_alone, itself),
     "U-Net": Model(UNet, partial(images, False), itself),
 }

@@ -126,3 +126,12 @@ def test_a_backend_may_do_something_else_than_a_ring():
     plain = forward([reduce(1.0)], kind="B", cores=1)
     trace = Trace([Began("step 1"), Began(Action(0, "B", 0)), reduce(1.0)])
     assert Clock(of, Mesh.parse("dp_shard=2")).phases(trace)[1].spent.total.seconds == 2 * plain.total.seconds
+
+
+def test_functions_beside_a_collective_take_longer():
+    """The second gather runs beside 3 s of functions for all of its second: half of that is added. The first runs alone."""
+    events = [gather(1.0), matmul(3.0), gather(1.0), matmul(3.0)]
+    spent = forward(events, contention=0.5)
+    assert spent.device.seconds == pytest.approx(6.0 + 0.5 * 1.0)
+    assert spent.exposed["dp_shard"].seconds == pytest.approx(1.0)
+    assert forward(events[:2], contention=0.5).device.seconds == pytest.approx(3.0)

@@ -184,6 +184,8 @@ class Profile:
             ``host_update``.
         job_call, job_step, job_action: seconds that a job adds on the host to a torch function of a forward over tp that is not
             replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
+        contention: how much longer functions take while a collective runs beside them, as a fraction: it takes multiprocessors,
+            memory bandwidth and power.
         slower: function of ATen → how many times as long it takes as another that moves as many bytes.
     """
 
@@ -215,6 +217,7 @@ class Profile:
     job_call: float = 0.0
     job_step: float = 0.0
     job_action: float = 0.0
+    contention: float = 0.0
     slower: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def compute(self, flops: float, moved: float, dtype: str, kind: Work) -> Estimate:

@@ -10,6 +10,7 @@
 | a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
 | a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
 | a sum over replicas, in a backward | begins after its reduction; runs beside all that follows | `_Playing.sum` |
+| functions beside a collective | contention · seconds of collectives that run beside functions | `_Playing.end` |
 | any other collective | nothing runs beside it | `_Playing.exchange` |
 
 FSDP2 prefetches one unit ahead (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``). It sums over replicas on a stream of
@@ -144,6 +145,7 @@ class _Playing:
         self.device = self.host = NOTHING
         self._spent = Spent()
         self._begun = 0.0  # of the unit that computes
+        self._moving = self._waited = 0.0  # seconds of collectives that may run beside functions; and of these, alone
         self._gathering = self._reducing = self._summing = 0.0  # until when
         self._reduces: tuple[str, Estimate] = ("", NOTHING)
         self._sums: tuple[str, Estimate] = ("", NOTHING)
@@ -159,24 +161,33 @@ class _Playing:
     def gather(self, axis: str, seconds: Estimate) -> None:
         """A gather that began with the unit before; what follows waits for it."""
         self._gathering = max(self._gathering, self._begun) + seconds.seconds
-        if (wait := self._gathering - self.now) > 0:
-            self._spent.expose(axis, Estimate(wait, seconds.scatter))
+        self._moving += seconds.seconds
+        self._wait(self._gathering, axis, seconds.scatter)
         self._begun = self.now
 
     def reduce(self, axis: str, seconds: Estimate) -> None:
         """A reduction that runs beside what follows."""
         self._reducing = max(self._reducing, self.now) + seconds.seconds
         self._reduces = axis, seconds
+        self._moving += seconds.seconds
 
     def sum(self, axis: str, seconds: Estimate) -> None:
         """A sum over replicas of what was reduced last, which runs beside what follows, and beside reductions."""
         self._summing = max(self._summing, self._reducing, self.now) + seconds.seconds
         self._sums = axis, seconds
+        self._moving += seconds.seconds
+
+    def _wait(self, until: float, axis: str, scatter: float) -> None:
+        """The device waits for a collective."""
+        if (wait := until - self.now) > 0:
+            self._spent.expose(axis, Estimate(wait, scatter))
+            self._waited += wait
 
     def end(self) -> Spent:
         for until, (axis, seconds) in ((self._reducing, self._reduces), (self._summing, self._sums)):
-            if (wait := until - self.now) > 0:
-                self._spent.expose(axis, Estimate(wait, seconds.scatter))
+            self._wait(until, axis, seconds.scatter)
+        beside = min(self.device.seconds, max(0.0, self._moving - self._waited))
+        self.device += Estimate(self._profile.contention * beside, self._profile.scatter)
         self._spent.device = self.device
         self._spent.host = Estimate(behind(self._profile, self.host.seconds, self.now), self.host.scatter)
         return self._spent

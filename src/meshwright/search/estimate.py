@@ -12,6 +12,7 @@
 | the host of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._of_job` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
+| functions beside collectives | contention · min(F + B, gathers and reductions that are hidden) | `Estimator._beside` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | what lives on a rank | kept · e + max(gathered + gradients + activations, updating · e), e a shard | `Estimator._lives` |
 | its activations | in flight · held · rows + other | `Estimator.memory` |
@@ -212,6 +213,7 @@ class Estimator:
         if of.data > 1:
             hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
             terms["data"] = self._data(of, hiding[0], hiding[1], blocks)
+            terms["compute"] += self._beside(of, terms, blocks, gathers)
         return terms
 
     def _data(self, of: Candidate, forward: float, backward: float, blocks: int) -> float:
@@ -228,6 +230,17 @@ class Estimator:
         taken = max(scatters + total, scatter + blocks * total) if hides else scatters + blocks * total
         late = max(scatter + total, taken - hides * backward) - again
         return times * (gathers + again) + max(0.0, late) + self._reduce(of, first + last)
+
+    def _beside(self, of: Candidate, terms: Mapping[str, float], blocks: int, gathers: int) -> float:
+        """Seconds that functions take longer because collectives of the data axes run beside them."""
+        if not self._profile.contention:
+            return 0.0
+        block, first, last = self._pieces[of.tp].elements
+        moved = sum(
+            times * (gathers * (self._gather(of, size) if of.dp_shard > 1 else 0.0) + self._reduce(of, size))
+            for times, size in ((blocks, block), (1, first + last))
+        )
+        return self._profile.contention * min(terms["compute"], max(0.0, moved - terms["data"]))
 
     def _pipelined(self, of: Candidate) -> dict[str, float]:
         """By the rank of the pipeline axis that has most to do."""
