@@ -11,8 +11,8 @@ For each model, on local processes of this machine (gloo, one thread each):
 3. Reported: signed errors of seconds, their median, the rank correlation (Spearman), and the regret for 2, 4 and 8 devices:
    the seconds of the plan that was found over those of the fastest layout of as many that was measured, less one.
 
-Beside the wall time stands what all ranks computed, over the cores: the least that a step takes, whatever else runs. On a busy
-machine the wall time is more than on an idle one; the load is noted at each turn.
+Beside the wall time stands what all ranks computed, over the cores that they can use: the least that a step takes, whatever else
+runs, without what ranks wait for each other. On a busy machine that alone is worth comparing; the load is noted at each turn.
 """
 
 from __future__ import annotations
@@ -191,9 +191,10 @@ def seconds_of(one: Mapping[str, Any]) -> float:
     return statistics.median(statistics.median(turn["seconds"]) for turn in one["turns"])
 
 
-def computed_of(one: Mapping[str, Any]) -> float:
-    """What all ranks computed in a step: the median likewise."""
-    return statistics.median(statistics.median(turn["computed"]) for turn in one["turns"])
+def least_of(one: Mapping[str, Any]) -> float:
+    """What all ranks computed in a step, over the cores that they can use: the least that a step takes, whatever else runs."""
+    computed = statistics.median(statistics.median(turn["computed"]) for turn in one["turns"])
+    return computed / min(Plan.parse(one["plan"]).mesh.size, os.cpu_count() or 1)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -226,14 +227,15 @@ def regrets(one: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
 
 
 def _print(one: Mapping[str, Any]) -> None:
-    cores = os.cpu_count() or 1
-    print(f"  {'layout':34}{'predicted':>11}{'measured':>11}{'error':>8}{'all ranks / cores':>19}{'load':>7}  memory")
+    print(
+        f"  {'layout':34}{'predicted':>11}{'measured':>11}{'error':>8}{'computed / cores':>18}{'error':>8}{'load':>7}  memory"
+    )
     for name, of in sorted(one.items(), key=lambda item: seconds_of(item[1])):
         load = statistics.median(turn["load"] for turn in of["turns"])
         mesh = f" ({of['plan']['mesh']})" if name.startswith(FOUND) else ""
         peak = size_text(max(of["peak"].values())) if of["peak"] else ""
         print(f"  {(name + mesh):34}{duration_text(of['predicted']):>11}{duration_text(seconds_of(of)):>11}"
-              f"{of['predicted'] / seconds_of(of) - 1:>+8.0%}{duration_text(computed_of(of) / cores):>19}{load:>7.1f}  {peak}",
+              f"{of['predicted'] / seconds_of(of) - 1:>+8.0%}{duration_text(least_of(of)):>18}{of['predicted'] / least_of(of) - 1:>+8.0%}{load:>7.1f}  {peak}",
               flush=True)  # fmt: skip
 
 
@@ -244,15 +246,20 @@ def _summary(samples: Mapping[str, Any]) -> list[str]:
 
 def tables(samples: Mapping[str, Any]) -> dict[str, raw.Table]:
     """``summary``: a row for each model; and for each model the layouts, the fastest that was measured first."""
-    summary = [["model", "layouts", "median error", "mean, signed", "rank correlation", "regret by devices", "load"]]
+    summary = [[
+        "model", "layouts", "median error", "mean, signed", "rank correlation", "median error of what is computed",
+        "its rank correlation", "regret by devices", "load",
+    ]]  # fmt: skip
     made: dict[str, raw.Table] = {"summary": summary}
     for name, one in samples["models"].items():
         pairs = [(of["predicted"], seconds_of(of)) for of in one.values()]
-        errors = [p / m - 1 for p, m in pairs]
+        computed = [(of["predicted"], least_of(of)) for of in one.values()]
+        errors, least = ([p / m - 1 for p, m in those] for those in (pairs, computed))
         loads = [turn["load"] for of in one.values() for turn in of["turns"]]
         summary.append([
             name, str(len(pairs)), f"{statistics.median(map(abs, errors)):.1%}", f"{statistics.mean(errors):+.1%}",
-            f"{spearman(*map(list, zip(*pairs, strict=True))):.2f}",
+            f"{spearman(*map(list, zip(*pairs, strict=True))):.2f}", f"{statistics.median(map(abs, least)):.1%}",
+            f"{spearman(*map(list, zip(*computed, strict=True))):.2f}",
             ", ".join(f"{size}: {more:.1%}" for size, (more, _, _) in regrets(one).items()), f"{statistics.median(loads):.1f}",
         ])  # fmt: skip
         rows = [["layout", "predicted", "measured", "error"]]
