@@ -11,8 +11,8 @@ For each model, on local processes of this machine (gloo, one thread each):
 3. Reported: signed errors of seconds, their median, the rank correlation (Spearman), and the regret for 2, 4 and 8 devices:
    the seconds of the plan that was found over those of the fastest layout of as many that was measured, less one.
 
-Beside the wall time stands what all ranks computed, over the cores that they can use: the least that a step takes, whatever else
-runs, without what ranks wait for each other. On a busy machine that alone is worth comparing; the load is noted at each turn.
+Beside the wall time stands what all ranks computed, over the cores that they can use: the least that a step takes, whatever
+else runs, without what ranks wait for each other. On a busy machine that alone is worth comparing; each turn notes the load.
 """
 
 from __future__ import annotations
@@ -234,9 +234,10 @@ def _print(one: Mapping[str, Any]) -> None:
         load = statistics.median(turn["load"] for turn in of["turns"])
         mesh = f" ({of['plan']['mesh']})" if name.startswith(FOUND) else ""
         peak = size_text(max(of["peak"].values())) if of["peak"] else ""
-        print(f"  {(name + mesh):34}{duration_text(of['predicted']):>11}{duration_text(seconds_of(of)):>11}"
-              f"{of['predicted'] / seconds_of(of) - 1:>+8.0%}{duration_text(least_of(of)):>18}{of['predicted'] / least_of(of) - 1:>+8.0%}{load:>7.1f}  {peak}",
-              flush=True)  # fmt: skip
+        cells = [f"  {name + mesh:34}", f"{duration_text(of['predicted']):>11}"]
+        for seconds, width in ((seconds_of(of), 11), (least_of(of), 18)):
+            cells.append(f"{duration_text(seconds):>{width}}{of['predicted'] / seconds - 1:>+8.0%}")
+        print("".join(cells), f"{load:6.1f}  {peak}", flush=True)
 
 
 def _summary(samples: Mapping[str, Any]) -> list[str]:
