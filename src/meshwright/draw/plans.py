@@ -96,7 +96,9 @@ def _rejected(found: Found) -> list[Text]:
         smallest = f"the smallest ({family.least.words}) needs {size_text(family.nbytes)} on a rank"
         excess = size_text(family.nbytes - family.capacity)
         fits = f"; fits with {family.change}" if family.change else ""
-        lines.append(Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much{fits}"))
+        lines.append(
+            Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much{fits}")
+        )
     more = len(found.rejected) - _REJECTED
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 
