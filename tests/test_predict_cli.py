@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands import meshwright
-from meshwright.hardware import calibrated_file, measured_link, read_profile
+from meshwright.hardware import calibrated_file, read_profile
 from meshwright.workers.pool import LocalWorkers
 
 FILE = """
@@ -343,24 +343,42 @@ def test_what_is_measured_is_of_this_machine(file: str) -> None:
 # --- calibrate --------------------------------------------------------------------------------------------------------
 
 
+class Few:
+    """The workers of the session, which measure few sizes."""
+
+    def __init__(self, workers: LocalWorkers) -> None:
+        self.workers = workers
+
+    def __enter__(self) -> Few:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, function: Any, *args: Any, ranks: int) -> list[Any]:
+        if isinstance(function, partial):  # of ``calibrate``
+            return [function(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**20), rounds=2, budget=0.1)]
+        return self.workers.run(function, *args, ranks=min(2, ranks))
+
+
 @pytest.fixture
 def quick(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few sizes, and the workers of the session."""
-    measuring, command = import_module("meshwright.hardware.calibrate"), import_module("meshwright.cli.calibrate")
-    sizes = {"sides": (32, 64), "lengths": (32,), "sizes": (2**14, 2**20), "rounds": 2, "budget": 0.1}
-    monkeypatch.setattr(measuring, "calibrate", partial(measuring.calibrate, **sizes))
-    monkeypatch.setattr(command, "_link", lambda ranks, threads: workers.run(measured_link, ranks=2)[0])
+    """Few sizes and steps, and the workers of the session."""
+    costs = import_module("meshwright.prediction.job_costs")
+    monkeypatch.setattr(costs, "job_costs", partial(costs.job_costs, steps=3))
+    monkeypatch.setattr(import_module("meshwright.workers.pool"), "local_workers", lambda *_, **__: Few(workers))
 
 
 @pytest.mark.usefixtures("quick")
 def test_this_machine_is_measured_and_then_found(file: str) -> None:
     result = meshwright("calibrate")
-    assert "measuring products of matrices in float32" in result.stderr
-    assert "measuring all-reduces between" in result.stderr
+    assert "measuring products, attention, memory and functions" in result.stderr
+    assert "measuring collectives between" in result.stderr and "measuring jobs of a small model" in result.stderr
     assert "products, float32" in result.stdout and "link, gloo" in result.stdout
     assert str(calibrated_file()) in result.stdout.replace("\n", "")
     profile = read_profile("cpu-local")
     assert profile.node.name == "gloo" and profile.node.source.startswith("measured_link")
+    assert profile.host_unit > 0 and profile.host_sharded > 0
     assert data("predict", f"{file}:model", "--mesh", "dp_shard=16")["hardware"] == "cpu-local"
 
 

@@ -23,6 +23,7 @@ def test_rates_are_those_of_a_machine(measured: Profile) -> None:
     assert 1e8 < measured.bandwidth < 1e13
     assert 1e-7 < measured.host < 1e-3 and 1e-7 < measured.host_backward < 1e-3
     assert 0.02 <= measured.scatter <= 1
+    assert all(1 <= times < 1e4 for times in measured.slower.values()) and measured.slower["exp"] > 1.5
     assert measured.memory > 2**28 and measured.cores >= 1
 
 
@@ -64,6 +65,9 @@ def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Pr
     assert 1e-7 < link.latency < 1 and 1e5 < link.bandwidth < 1e12
     assert isinstance(link.efficiency, Curve) and max(e for _, e in link.efficiency.points) == 1
     assert "2 ranks" in link.source
+    assert {"all_gather", "reduce_scatter"} == set(link.kinds) and all(
+        0.05 < times < 50 for times in link.kinds.values()
+    )
     profile = replace(measured, node=link)
     assert parse_profile(profile.text(), "cpu-local.yaml") == profile
 

@@ -12,11 +12,12 @@ FLAT = Curve(((1.0, 1.0),))
 WIRE = Link(latency=0.0, bandwidth=1e9, efficiency=FLAT, scatter=0.0)
 
 
-def profile(cores=0, host=0.0):
+def profile(cores=0, host=0.0, **more):
     return Profile(
         name="test", source="", date="", notes="", memory=1 << 30, context=0, per_group=0, reserve=0.0,
         peak={"float32": 1e9}, matmul={"float32": FLAT}, attention={"float32": FLAT}, bandwidth=1e18, streaming=FLAT,
-        launch=0.0, host=host, host_backward=host, devices_per_node=8, node=WIRE, network=None, scatter=0.0, cores=cores,
+        launch=0.0, host=host, host_backward=host, devices_per_node=8, network=None, scatter=0.0, cores=cores,
+        **{"node": WIRE, **more},
     )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def reduce(seconds, ranks=(0, 1)):
 def forward(events, *, mesh="dp_shard=2", kind="F", **options):
     trace = Trace([Began("step 0"), matmul(100.0), Began("step 1"), Began(Action(0, kind, 0)), *events])
     begin, phase = Clock(profile(**options), Mesh.parse(mesh)).phases(trace)
-    assert begin.spent.total.seconds == 0
+    assert begin.spent.total.seconds == options.get("job_step", 0)
     return phase.spent
 
 
@@ -90,3 +91,47 @@ def test_a_device_waits_for_a_host_that_is_slower():
 def test_a_group_is_named_by_the_axes_along_which_it_lies():
     events = [Collective("all_reduce", 10**9, ranks) for ranks in ((0, 1), (0, 2), (0, 1, 2, 3), (0,))]
     assert set(forward(events, mesh="dp_shard=2,tp=2").exposed) == {"tp", "dp_shard", "dp_shard·tp"}
+
+
+def test_a_job_s_own_time_is_the_host_s():
+    """Of a CPU: 2 for the action, 3 for a gather by FSDP2, 5 for a collective of tp, 1 for each function."""
+    times = {"host": 1.0, "host_unit": 3.0, "host_collective": 5.0, "job_action": 2.0, "job_step": 7.0, "cores": 1}
+    events = [gather(1.0), matmul(1.0), Collective("all_reduce", 10**9, (0, 2))]
+    spent = forward(events, mesh="tp=2,dp_shard=2", **times)
+    assert spent.host.seconds == pytest.approx(2 + 3 + 5 + 1)
+    begin, *_ = Clock(profile(**times), Mesh.parse("tp=2")).phases(Trace([Began("step 1"), Began(Action(0, "F", 0))]))
+    assert begin.spent.host.seconds == 7
+
+
+@pytest.mark.parametrize(("mesh", "seconds"), [("dp_shard=2", 3.0), ("tp=2", 3.0), ("pp=2", 2.0), ("dp_shard=1", 2.0)])
+def test_functions_over_dtensors_have_a_time_of_their_own_in_an_update(mesh, seconds):
+    trace = Trace([Began("step 1"), Began("optimizer"), Op("add_", "other", 0, 0, "float32")])
+    times = {"host": 1.0, "host_update": 2.0, "host_sharded": 3.0, "cores": 1}
+    _, update = Clock(profile(**times), Mesh.parse(mesh)).phases(trace)
+    assert update.spent.host.seconds == seconds
+    _, update = Clock(profile(host=1.0, cores=1), Mesh.parse(mesh)).phases(trace)
+    assert update.spent.host.seconds == 1
+
+
+def test_a_slower_function_takes_so_many_times_its_bytes():
+    of = profile(slower={"exp": 8.0})
+    assert of.compute(0, 1e18, "float32", "exp").seconds == pytest.approx(
+        8 * of.compute(0, 1e18, "float32", "other").seconds
+    )
+    assert of.compute(0, 1e18, "float32", "tanh").seconds == of.compute(0, 1e18, "float32", "other").seconds
+
+
+def test_a_backend_may_do_something_else_than_a_ring():
+    of = profile(cores=1, node=Link(0.0, 1e9, FLAT, 0.0, kinds={"reduce_scatter": 2.0}))
+    plain = forward([reduce(1.0)], kind="B", cores=1)
+    trace = Trace([Began("step 1"), Began(Action(0, "B", 0)), reduce(1.0)])
+    assert Clock(of, Mesh.parse("dp_shard=2")).phases(trace)[1].spent.total.seconds == 2 * plain.total.seconds
+
+
+def test_functions_beside_a_collective_take_longer():
+    """The second gather runs beside 3 s of functions for all of its second: half of that is added. The first runs alone."""
+    events = [gather(1.0), matmul(3.0), gather(1.0), matmul(3.0)]
+    spent = forward(events, contention=0.5)
+    assert spent.device.seconds == pytest.approx(6.0 + 0.5 * 1.0)
+    assert spent.exposed["dp_shard"].seconds == pytest.approx(1.0)
+    assert forward(events[:2], contention=0.5).device.seconds == pytest.approx(3.0)

@@ -13,11 +13,13 @@ from torch import nn
 from meshwright import PlanError, measure, predict
 from meshwright.plan import Plan
 from meshwright.planned import Planned
+from meshwright.prediction.clock import last_step
 from meshwright.prediction.memory import memory_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import roles_of
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op
 from meshwright.runtime.rows.loss import output_loss
+from meshwright.schedule import Action
 from zoo import ZOO
 
 TOLERANCE = 0.03
@@ -56,6 +58,7 @@ LAYOUTS = [
     {"mesh": "pp=2", "microbatches": 4},
     {"mesh": "dp_replicate=2,dp_shard=2", "precision": "bfloat16"},
     {"mesh": "pp=2,tp=2", "microbatches": 4},
+    {"mesh": "pp=2", "microbatches": 4, "schedule": "zero_bubble"},
     {"mesh": "dp_shard=2", "recompute": "blocks"},
     {"mesh": "pp=2,dp_shard=2", "microbatches": 4},
     {"mesh": "dp_shard=2", "rows": "whole"},
@@ -123,6 +126,38 @@ def test_what_a_step_does_is_what_the_rank_of_a_run_does():
         8 * 128 * 128
     )  # of matrices; two steps of 16 / 4 rows of 64 tokens, half of each matrix
     assert products == 2 * 6 * parameters // 2 * (16 // 4 * 64)
+
+
+def test_backwards_in_halves_are_rehearsed_in_halves():
+    planned = Planned(Tower, Plan.parse({"mesh": "pp=2", "microbatches": 4, "schedule": "zero_bubble"}), tokens(), loss)
+    flops = dict.fromkeys("FIW", 0)
+    for what, events in last_step(rehearse(Rehearsal(Tower, planned, tokens(), loss), 0)):
+        if isinstance(what, Action) and what.kind in flops:
+            flops[what.kind] += sum(event.flops for event in events if isinstance(event, Op))
+    assert flops["F"] > 0 and flops["W"] == flops["F"]  # a product for each, with as many operations
+
+
+class Experts(nn.Module):
+    """Products of rows with the matrix of their group, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 32, 64))
+
+    def forward(self, x):
+        offsets = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+        return nn.functional.grouped_mm(x, self.weight, offs=offsets).square().mean()
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch without grouped products")
+def test_grouped_products_are_rehearsed_in_any_type():
+    """torch's function on meta tensors takes bfloat16 alone."""
+    batch = (torch.ones(16, 32),)
+    planned = Planned(Experts, Plan.parse({"mesh": "dp_shard=1"}), batch, loss)
+    ops = [event for event in rehearse(Rehearsal(Experts, planned, batch, loss), 0).events if isinstance(event, Op)]
+    grouped = [op for op in ops if op.name == "_grouped_mm"]
+    assert [(op.kind, op.flops, op.dtype) for op in grouped] == [("matmul", 2 * 16 * 32 * 64, "float32")] * len(grouped)
+    assert len(grouped) == 2 * 2  # two steps: a forward and the gradient of the weights
 
 
 def test_rows_of_other_ranks_live_until_the_backward_has_ended():

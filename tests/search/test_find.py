@@ -1,6 +1,7 @@
 """Plans that are found: they run, they fit, what is estimated of them is what is predicted, and the best is the best."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from meshwright import PlanError, find_plans, make_recipe, predict
 from meshwright import planned as planned_module
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.predict import adamw_on
-from meshwright.search.estimate import Estimator
+from meshwright.schedule import make_schedule, timeline
+from meshwright.search import find as search
+from meshwright.search.estimate import Estimated, Estimator, pipelined
 from meshwright.search.find import repeated
 from meshwright.search.pieces import MANY, SHARD
 from meshwright.search.rehearsals import Rehearsals
@@ -162,6 +165,67 @@ def test_blocks_that_keep_their_activations_are_as_many_in_each_stage():
     assert len(recomputed) == 10
     assert sum(blocks.index(name) < 8 for name in recomputed) == 5
     assert plan["modules"]["blocks.7"] == {"recompute": "none", "dp": "replicate"}
+
+
+def test_what_does_not_fit_names_the_nearest_change_that_does():
+    def memory(of):
+        return 100 / (of.pp * of.dp_shard * of.tp)
+
+    one = Candidate(pp=1, dp_replicate=1, dp_shard=2, tp=1, microbatches=1, rows=1)
+    assert search._change(one, 30, memory, ()) == "2 times the devices, dp_shard=4"
+    families = {(1, 8), (2, 2), (4, 1)}
+    assert search._change(one, 10, memory, families).startswith("pp=2, tp=2 on as many devices or 8 times the devices")
+    assert search._change(one, 1e-9, memory, ()) == ""
+
+
+def test_a_search_in_which_nothing_fits_says_what_would():
+    with pytest.raises(PlanError, match="2 times the devices, dp_shard=4") as raised:
+        find(devices=2, global_batch=2, hardware=replace(GPU, memory=80 << 20), options={"precision": "bfloat16"})
+    assert "dp_shard=2, recompute blocks" in str(raised.value)
+
+
+def test_plans_within_the_interval_say_what_to_measure(found):
+    first, second = found.plans[0], found.plans[1]
+    assert first.interval[0] < first.seconds < first.interval[1]
+    meets = first.interval[1] >= second.interval[0]
+    assert (
+        any("to be surer, run both, or measure" in line for line in found.why if line.startswith(str(second.plan.mesh)))
+        == meets
+    )
+
+
+def test_backwards_in_halves_are_as_they_are_said():
+    every = [*candidates(4, 8, 16, [1], 16, {"microbatches": 8}, recompute=True)]
+    assert {of.schedule for of in every if of.pp == 4} == {"1f1b", "interleaved"}
+    halves = [*candidates(4, 8, 16, [1], 16, {"schedule": "zero_bubble"}, recompute=True)]
+    assert {of.schedule for of in halves if of.pp > 1} == {"zero_bubble"}
+    plan = next(of for of in halves if of.pp == 4).plan({})
+    assert make_recipe(Tower, plan, tokens(16), loss).schedule == "zero_bubble"
+
+
+@pytest.mark.parametrize(("halves", "schedule"), [(1.0, "zero_bubble"), (3.0, "1f1b")])
+def test_a_verified_pipeline_has_the_schedule_that_is_predicted_to_be_faster(monkeypatch, halves, schedule):
+    def predicted(build, batch, plan, **_):
+        seconds = halves if plan.schedule == "zero_bubble" else 2.0
+        return SimpleNamespace(
+            fits=True, peak=1, seconds=SimpleNamespace(seconds=seconds, low=seconds, high=seconds, waterfall={})
+        )
+
+    monkeypatch.setattr(search, "predict", predicted)
+    model = search._Model(Tower, tokens(4), 4, GPU, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    one = Estimated(Candidate(2, 1, 1, 1, microbatches=4, rows=1), 2.0, 1.0, {})
+    proposal = model.proposed(one, (), lambda text: None)
+    assert proposal.plan.schedule == schedule and proposal.seconds == min(halves, 2.0)
+    assert make_recipe(Tower, proposal.plan, tokens(4), loss).schedule == schedule
+
+
+def test_backwards_in_halves_take_less_time_for_more_memory():
+    """ZB-H1: (p - 1) (F + I - W) of a step is bubble. As the schedule that runs, played with actions of a unit each."""
+    one = Candidate(pp=4, dp_replicate=1, dp_shard=1, tp=1, microbatches=8, rows=1)
+    halves = replace(one, split=True)
+    assert pipelined(one, [3.0] * 4, 0.0) == 33 == max(s.stop for s in timeline(make_schedule("1f1b", 4, 4, 8)))
+    played = max(s.stop for s in timeline(make_schedule("zero_bubble", 4, 4, 8)))
+    assert pipelined(halves, [3.0] * 4, 0.0, [1.0] * 4) == 27 == played
 
 
 def test_what_the_optimizer_needs_is_not_taken_for_activations():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,9 @@ from meshwright.errors import Findings
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Link, Profile
 
+_SHARING = (
+    8  # most processes between which collectives are measured: two for each core, as the ranks of a run share cores
+)
 _DEVICES_PER_NODE = 4096  # a device is a process here, and any number of processes of one machine are one node
 
 
@@ -35,9 +39,10 @@ def calibrate(
 ) -> None:
     """Measure this machine, and write a profile for predict in which each device is a process.
 
-    Times matrix products, attention, copies, the host time of a function call, and
-    all-reduces between local processes. Takes about half a minute. Other work on the
-    machine makes the result worse. Other commands find the profile as cpu-local.
+    Times matrix products, attention, copies and other functions, collectives between
+    local processes, and the host time of jobs of a small model. Takes about half a
+    minute. It counts CPU time, so other work on the machine matters only where it
+    shares caches and memory. Other commands find the profile as cpu-local.
     """
     with processes.reported_errors():
         from meshwright.hardware.local import calibrated_file, keep_profile
@@ -54,35 +59,27 @@ def calibrate(
 
 
 def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
-    """A profile of this machine: the speed of one process, and the link between one process for each core (at least 2).
+    """A profile of this machine: one process while every core computes (at least 2), the link, and the host time of a job.
 
     Args:
         threads: number of torch threads of each process.
         tell: called with a text before each measurement.
     """
-    import torch
-
     from meshwright.hardware.calibrate import calibrate as measure
-
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        profile = measure(devices_per_node=_DEVICES_PER_NODE, tell=tell)
-    finally:
-        torch.set_num_threads(threads_before)
-    ranks = max(2, profile.cores)
-    tell(f"all-reduces between {ranks} processes")
-    return replace(profile, node=_link(ranks, threads))
-
-
-def _link(ranks: int, threads: int) -> Link:
-    """The link between local processes, measured by all-reduces."""
+    from meshwright.hardware.calibrate import processes_at_once
     from meshwright.hardware.exchange import measured_link
+    from meshwright.prediction.job_costs import job_costs
     from meshwright.workers.pool import local_workers
 
-    with local_workers(ranks, device="cpu", threads=threads) as pool:
-        links: list[Link] = pool.run(measured_link, ranks=ranks)
-    return links[0]
+    ranks = max(2, processes_at_once(threads))
+    sharing = max(ranks, min(2 * ranks, _SHARING))
+    with local_workers(sharing, device="cpu", threads=threads) as pool:
+        tell(f"products, attention, memory and functions, in {ranks} processes at once")
+        profile: Profile = pool.run(partial(measure, devices_per_node=_DEVICES_PER_NODE), ranks=ranks)[0]
+        tell(f"collectives between {sharing} processes")
+        link: Link = pool.run(measured_link, ranks=sharing)[0]
+        tell("jobs of a small model")
+        return job_costs(replace(profile, node=link), pool)
 
 
 def _tell(measurement: str) -> None:

@@ -198,6 +198,7 @@ def _data(found: Found) -> dict[str, Any]:
                 "plan": proposal.plan.dump(),
                 "seconds": proposal.seconds,
                 "bytes": proposal.nbytes,
+                "interval": list(proposal.interval),
                 "terms": dict(proposal.terms),
                 "estimated": {"seconds": proposal.estimate.seconds, "bytes": proposal.estimate.nbytes},
                 "prediction": proposal.prediction.json() if proposal.prediction is not None else None,
@@ -214,6 +215,7 @@ def _data(found: Found) -> dict[str, Any]:
                 "bytes": r.nbytes,
                 "capacity": r.capacity,
                 "least": r.least.plan({}),
+                "change": r.change,
             }
             for r in found.rejected
         ],

@@ -14,7 +14,6 @@ from meshwright.amounts import duration_text, size_text
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
     from meshwright.search.find import Found, Proposal
-    from meshwright.search.space import Candidate
 
 _REJECTED = 6  # most families of plans that do not fit
 _FRONTIER = 8  # most plans between the smallest and the fastest
@@ -53,8 +52,8 @@ def _plans(found: Found) -> Table:
         candidate = proposal.estimate.candidate
         rows = candidate.rows
         table.add_row(
-            str(proposal.plan.mesh), f"{candidate.microbatches} of {rows} row{'s' * (rows > 1)}", _schedule(candidate),
-            _recompute(candidate), duration_text(proposal.seconds), _interval(proposal),
+            str(proposal.plan.mesh), f"{candidate.microbatches} of {rows} row{'s' * (rows > 1)}", candidate.schedule_words,
+            candidate.recompute_words, duration_text(proposal.seconds), _interval(proposal),
             size_text(proposal.nbytes), _largest_terms(proposal),
         )  # fmt: skip
     return table
@@ -79,23 +78,9 @@ def beside(found: Found) -> Table:
     return table
 
 
-def _schedule(candidate: Candidate) -> str:
-    if candidate.pp == 1:
-        return "–"
-    return "1f1b" if candidate.chunks == 1 else f"interleaved × {candidate.chunks}"
-
-
-def _recompute(candidate: Candidate) -> str:
-    if not candidate.recompute:
-        return "none"
-    return f"all but {candidate.kept * candidate.pp} blocks" if candidate.kept else "blocks"
-
-
 def _interval(proposal: Proposal) -> str:
-    if proposal.prediction is None:
-        return "estimated"
-    seconds = proposal.prediction.seconds
-    return f"{duration_text(seconds.low)} to {duration_text(seconds.high)}"
+    low, high = proposal.interval
+    return f"{duration_text(low)} to {duration_text(high)}" + (" estimated" if proposal.prediction is None else "")
 
 
 def _largest_terms(proposal: Proposal) -> str:
@@ -108,9 +93,12 @@ def _largest_terms(proposal: Proposal) -> str:
 def _rejected(found: Found) -> list[Text]:
     lines = []
     for family in found.rejected[:_REJECTED]:
-        smallest = f"the smallest ({_candidate_text(family.least)}) needs {size_text(family.nbytes)} on a rank"
+        smallest = f"the smallest ({family.least.words}) needs {size_text(family.nbytes)} on a rank"
         excess = size_text(family.nbytes - family.capacity)
-        lines.append(Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much"))
+        fits = f"; fits with {family.change}" if family.change else ""
+        lines.append(
+            Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much{fits}")
+        )
     more = len(found.rejected) - _REJECTED
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 
@@ -119,20 +107,5 @@ def _frontier(found: Found) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     step = max(1, len(found.frontier) // _FRONTIER)
     for estimate in found.frontier[::-1][::step][:_FRONTIER]:
-        table.add_row(size_text(estimate.nbytes), duration_text(estimate.seconds), _candidate_text(estimate.candidate))
+        table.add_row(size_text(estimate.nbytes), duration_text(estimate.seconds), estimate.candidate.words)
     return table
-
-
-def _candidate_text(candidate: Candidate) -> str:
-    sizes = {
-        "pp": candidate.pp,
-        "dp_replicate": candidate.dp_replicate,
-        "dp_shard": candidate.dp_shard,
-        "tp": candidate.tp,
-    }
-    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
-    more = [
-        f"{candidate.microbatches} microbatches" if candidate.microbatches > 1 else "",
-        f"recompute {_recompute(candidate)}" if candidate.recompute else "",
-    ]
-    return ", ".join(filter(None, [mesh, *more, _schedule(candidate) if candidate.pp > 1 else ""]))

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from meshwright.hardware.functions import ROWS, calls
+from meshwright.hardware.functions import WIDTH as COLUMNS
 from meshwright.hardware.meter import Calls, Meter, curve, rate, short, steady
 from meshwright.hardware.profile import Curve, Link, Profile
 
@@ -27,7 +30,9 @@ SIZES = tuple(4**i * 2**12 for i in range(9))
 """Bytes of the tensors that are copied and added: 4 KiB to 256 MiB."""
 
 DTYPES = ("float32", "float64", "bfloat16")
-HEADS, WIDTH = 4, 64  # of the attentions
+HEADS, WIDTH = 4, 64  # of the attentions; each also with 16 rows of shorter sequences, and 8 heads of half the width
+POOL = 2**25
+"""Bytes of the tensors that calls of one size take in turn: a step's are rarely in the nearest cache when they are read."""
 CHAIN = 100  # functions of the chain from which the host's time is taken
 CLEAR = 4  # a call counts for the peak if it takes so many times what the host does for it
 LINK = Link(
@@ -82,6 +87,7 @@ def calibrate(
         attention={dtype: curve(points, peak[dtype]) for dtype, points in attentions.items()},
         bandwidth=bandwidth,
         streaming=curve(streams, bandwidth),
+        slower=_slower(meter),
         host=meter.host,
         host_backward=backward,
         scatter=meter.scatter,
@@ -94,7 +100,6 @@ def _machine() -> dict[str, Any]:
     import torch
 
     threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "name": "cpu-local",
         "source": f"calibrate, {platform.node()}, {platform.machine()}, torch {torch.__version__}",
@@ -107,8 +112,14 @@ def _machine() -> dict[str, Any]:
         "launch": 0.0,  # on a CPU a call begins when the host is there
         "node": LINK,
         "network": None,
-        "cores": max(1, cores // threads),
+        "cores": processes_at_once(threads),
     }
+
+
+def processes_at_once(threads: int) -> int:
+    """How many processes of so many threads have cores of their own here; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads)
 
 
 def _host(meter: Meter) -> tuple[float, float]:
@@ -145,26 +156,45 @@ def _attentions(dtype: str, lengths: Sequence[int]) -> Calls:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    def attention(length: int) -> Callable[[], object]:
-        q, k, v = (torch.randn(1, HEADS, length, WIDTH).to(getattr(torch, dtype)) for _ in range(3))
+    def attention(*shape: int) -> Callable[[], object]:
+        q, k, v = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(3))
         return lambda: scaled_dot_product_attention(q, k, v)
 
     for length in lengths:
-        yield 4.0 * HEADS * length**2 * WIDTH, [partial(attention, length)]
+        shapes = (1, HEADS, length, WIDTH), (16, 2 * HEADS, max(1, length // 4), WIDTH // 2)
+        yield 4.0 * HEADS * length**2 * WIDTH, [partial(attention, *shape) for shape in shapes]
 
 
 def _streams(sizes: Sequence[int]) -> Calls:
     """A copy moves twice its size, an addition three times its size."""
     import torch
 
+    def pool(size: int) -> Iterator[Tensor]:
+        return cycle([torch.ones(size // 4) for _ in range(max(2, POOL // size))])
+
     def copy(size: int) -> Callable[[], object]:
-        x = torch.ones(size // 4)
-        return x.clone
+        xs = pool(size)
+        return lambda: next(xs).clone()
 
     def addition(size: int) -> Callable[[], object]:
-        x, y = torch.ones(size // 4), torch.ones(size // 4)
-        return lambda: x + y
+        xs = pool(size)
+        return lambda: next(xs) + next(xs)
 
     for size in sizes:
         yield 2.0 * size, [partial(copy, size)]
         yield 3.0 * size, [partial(addition, size)]
+
+
+def _slower(meter: Meter) -> dict[str, float]:
+    """Each function of ``functions``: its seconds for a byte over those of an addition, at least 1."""
+    import torch
+
+    x, y = torch.ones(ROWS, COLUMNS), torch.ones(ROWS, COLUMNS)
+    plain = max(meter.seconds(lambda: x + y) - meter.host, 1e-7) / (3 * x.nbytes)
+    times: dict[str, float] = {}
+    for name, (call, taken) in calls().items():
+        given = call()
+        results = [t for t in (given if isinstance(given, tuple) else (given,)) if isinstance(t, torch.Tensor)]
+        moved = sum(t.nbytes for t in (*taken, *results))
+        times[name] = max(1.0, round((meter.seconds(call) - meter.host) / (moved * plain), 2))
+    return times

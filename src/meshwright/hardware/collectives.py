@@ -15,7 +15,8 @@ The fastest algorithm counts, since NCCL picks by such a model (NVIDIA/nccl, src
 | send | | α or α' | T(S) or T'(S) | `_send` |
 
 Each begins after ``Link.start``, or where the switch adds up after 25 us. Across nodes a ring, or a tree, is laid out g times,
-so that each device of a node crosses the network with 1/g of the bytes.
+so that each device of a node crosses the network with 1/g of the bytes. A backend that does something else takes `Link.kinds`
+times as long.
 
 Sources: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 2005 (ring,
 pairwise exchange). Sanders, Speck, Träff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
@@ -104,7 +105,11 @@ def collective(
     if contention < 1:
         raise ValueError(f"at least one collective uses the link; given {contention}")
     wires = _Wires(profile, group, contention)
-    return min((way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds)
+    found = min(
+        (way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds
+    )
+    times = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
+    return found if times == 1.0 else times * found
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 | what | equation | where |
 | --- | --- | --- |
 | efficiency of a size | log e linear in log(size) | `Curve.at` |
-| seconds of a call | max(flops / (peak · e(flops)), bytes / (bandwidth · e(bytes)), launch) | `Profile.compute` |
+| seconds of a call | max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch) | `Profile.compute` |
 | seconds of bytes over a link | bytes / (bandwidth · e(bytes)) | `Link.seconds` |
 | seconds of a collective | by algorithm | `meshwright.hardware.collectives` |
 | interval of a prediction | mean / (1 + 2 scatter) to mean · (1 + 2 scatter) | `Estimate` |
@@ -17,11 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from meshwright.hardware.text import profile_text
 
-Work: TypeAlias = Literal["matmul", "attention", "other"]
+Work: TypeAlias = str
+"""``matmul``, ``attention`` (fused), or anything else: ``other``, or the name of a function of ATen whose time does not follow
+from its bytes alone (``hardware.functions``)."""
 
 _HALF, _SINGLE = ("bfloat16", "float16"), ("float32", "tfloat32", "float64")
 _NEAREST = {
@@ -130,6 +132,8 @@ class Link:
             0 where the switch cannot.
         mesh: the bandwidth is that of wires to each other device of the node, with no switch between: r of d devices use
             (r − 1)/(d − 1) of it.
+        kinds: collective → how many times as long it takes as its algorithm says, where a backend does something else: gloo
+            has an all-reduce in place of a reduce-scatter. Default: 1.
     """
 
     latency: float
@@ -141,6 +145,7 @@ class Link:
     start: float = 0.0
     in_switch: float = 0.0
     mesh: bool = False
+    kinds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def seconds(self, sent: float, share: float = 1.0) -> float:
         """bytes / (share · bandwidth · e(bytes)): what the bytes that one device sends take, without latency."""
@@ -173,8 +178,15 @@ class Profile:
         scatter: relative standard deviation of ``compute``.
         cores: how many devices of a node compute at once, where they share its cores (processes on CPUs); 0: all of them.
         host_collective: seconds that the host takes to call a collective, where that is not within its link's latency.
-        job_call, job_step: seconds that a job adds on the host to a torch function of a forward over tp that is not replayed,
-            and to a step; 0: not measured.
+        host_unit: the same for a gather or a reduction of parameters, with the hooks of FSDP2 that ask for it; 0: as any other.
+        host_update: seconds of the host for a function of clipping or of the optimizer; 0: as any other function.
+        host_sharded: seconds of the host for a function of clipping or of the optimizer where parameters are DTensors; 0:
+            ``host_update``.
+        job_call, job_step, job_action: seconds that a job adds on the host to a torch function of a forward over tp that is not
+            replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
+        contention: how much longer functions take while a collective runs beside them, as a fraction: it takes multiprocessors,
+            memory bandwidth and power.
+        slower: function of ATen → how many times as long it takes as another that moves as many bytes.
     """
 
     name: str
@@ -199,11 +211,17 @@ class Profile:
     scatter: float
     cores: int = 0
     host_collective: float = 0.0
+    host_unit: float = 0.0
+    host_update: float = 0.0
+    host_sharded: float = 0.0
     job_call: float = 0.0
     job_step: float = 0.0
+    job_action: float = 0.0
+    contention: float = 0.0
+    slower: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def compute(self, flops: float, moved: float, dtype: str, kind: Work) -> Estimate:
-        """What one call takes on the device: max(flops / (peak · e(flops)), bytes / (bandwidth · e(bytes)), launch).
+        """What one call takes on the device: max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch).
 
         The roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009) with efficiencies by size (Isaev et al.:
         Calculon, SC 2023), and a launch, which bounds small calls.
@@ -213,16 +231,17 @@ class Profile:
             moved: bytes that it reads and writes.
             dtype: the type it computes in, as torch names it, or ``tfloat32``. One that the profile lacks is taken to be as
                 efficient as the nearest one that it has, in calls of the same time at peak, with twice the scatter.
-            kind: "matmul", "attention" (fused), or "other": anything else, at the peak of float32 without a curve, since
-                tensor cores do not compute it.
+            kind: "matmul", "attention" (fused), or anything else, at the peak of float32 without a curve, since tensor cores do
+                not compute it: "other", or the name of a function that may be ``slower``.
         """
         busy, known = self._arithmetic(flops, dtype, kind)
         streamed = moved / (self.bandwidth * self.streaming.at(moved)) if moved > 0 else 0.0
+        streamed *= self.slower.get(kind, 1.0)
         return Estimate(max(busy, streamed, self.launch), self.scatter * (1 if known else 2))
 
     def _arithmetic(self, flops: float, dtype: str, kind: Work) -> tuple[float, bool]:
         """flops / (peak · e(flops)), and whether the profile has the type."""
-        if kind == "other":
+        if kind not in ("matmul", "attention"):
             return flops / self.peak[nearest_dtype("float32", self.peak)], True
         curves = self.matmul if kind == "matmul" else self.attention
         rated = nearest_dtype(dtype, self.peak)
@@ -230,6 +249,10 @@ class Profile:
         peak = self.peak[rated]
         efficiency = curves[measured].at(flops * self.peak[measured] / peak)
         return flops / (peak * efficiency), rated == dtype == measured
+
+    def update(self, *, sharded: bool) -> float:
+        """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: parameters are DTensors."""
+        return (sharded and self.host_sharded) or self.host_update or self.host
 
     def text(self) -> str:
         """The profile as a YAML file. ``read_profile`` reads it as an equal profile, if its links have names."""

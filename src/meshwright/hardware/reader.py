@@ -44,7 +44,7 @@ _SIZES = ("memory", "context", "per_group")
 _TIMES = ("launch", "host", "host_backward", *ABSENT)
 _CURVES = ("matmul", "attention")
 _LINK = {"latency": "1 us", "bandwidth": "450 GB/s", "efficiency": "{1 MiB: 0.3, 1 GiB: 0.8}", "scatter": "0.1"}
-_LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh")
+_LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh", "kinds")
 _REQUIRED = {
     "name": "h100-lab",
     "source": "data sheet of NVIDIA",
@@ -64,7 +64,7 @@ _REQUIRED = {
     "scatter": "0.1",
     "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
 }
-_KEYS = (*_REQUIRED, *ABSENT, "notes", "cores", "node", "networks", "network")
+_KEYS = (*_REQUIRED, *ABSENT, "contention", "slower", "notes", "cores", "node", "networks", "network")
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
@@ -146,13 +146,14 @@ class _Reader:
             **{key: self.text(values, key) for key in (*_TEXTS, "notes")},
             **{key: int(self.quantity_of(values, key, "B", zero=key != "memory")) for key in _SIZES},
             **{key: self.quantity_of(values, key, "s", zero=key in ("launch", *ABSENT)) for key in _TIMES},
-            **{key: self.fraction(values, key) for key in ("reserve", "scatter")},
+            **{key: self.fraction(values, key) for key in ("reserve", "contention", "scatter")},
             **curves,
             "peak": peak,
             "bandwidth": self.quantity_of(values, "bandwidth", "B/s"),
             "streaming": self.curve_of(values, (), "streaming"),
             "network": self.choose("network", networks, network, values),
             "cores": self.whole(values, (), "cores", least=0),
+            "slower": self.times(values, "slower"),
         }
         if self.findings or chosen is None:  # where there is no node, this has been noted
             raise self.findings.error()
@@ -228,6 +229,7 @@ class _Reader:
             "start": self.quantity_of(said, "start", "s", path, zero=True),
             "in_switch": self.fraction(said, "in_switch", path),
             "mesh": said.get("mesh", False),
+            "kinds": self.times(said, "kinds", path),
         }
         if not isinstance(fields["mesh"], bool):
             self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")
@@ -280,6 +282,16 @@ class _Reader:
             return 0.0
         return float(value)
 
+    def times(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> dict[str, float]:
+        """Names with how many times as long they take."""
+        said, found = values.get(key, {}), {}
+        for name, value in said.items() if isinstance(said, Mapping) else [("", said)]:
+            if isinstance(name, str) and name and _is_number(value) and value > 0:
+                found[name] = float(value)
+            else:
+                self.add((*path, key), flow(said), "names with numbers above 0", f"{key}: {{{example_of(key)}: 2.0}}")
+        return found
+
     def whole(self, values: dict[str, Any], path: KeyPath, key: str, *, least: int) -> int:
         value = values.get(key, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -304,6 +316,10 @@ class _Reader:
 
     def add(self, path: KeyPath, given: str, required: str, fix: str = "", *, key: bool = False) -> None:
         self.findings.add(where=self.source.where(path, key=key), given=given, required=required, fix=fix)
+
+
+def example_of(key: str) -> str:
+    return "reduce_scatter" if key == "kinds" else "gelu"
 
 
 def _is_number(value: object) -> bool:

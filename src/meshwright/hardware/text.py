@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meshwright.hardware.profile import Curve, Link, Profile
 
 
-ABSENT = ("host_collective", "job_call", "job_step")
+ABSENT = ("host_collective", "host_unit", "host_update", "host_sharded", "job_call", "job_step", "job_action")
 """Seconds that a profile need not have."""
 
 
@@ -29,6 +29,8 @@ def profile_text(profile: Profile) -> str:
         "streaming": _curve(profile.streaming, "B"),
         **{key: spell_quantity(getattr(profile, key), "s") for key in ("launch", "host", "host_backward")},
         **{key: spell_quantity(getattr(profile, key), "s") for key in ABSENT if getattr(profile, key)},
+        **({"slower": dict(profile.slower)} if profile.slower else {}),
+        **({"contention": profile.contention} if profile.contention else {}),
         "scatter": profile.scatter,
         **({"cores": profile.cores} if profile.cores else {}),
         "nodes": {profile.node.name or "node": {"devices": profile.devices_per_node} | _link(profile.node)},
@@ -47,6 +49,7 @@ def _link(link: Link) -> dict[str, Any]:
         "scatter": link.scatter,
         **({"in_switch": link.in_switch} if link.in_switch else {}),
         **({"mesh": True} if link.mesh else {}),
+        **({"kinds": dict(link.kinds)} if link.kinds else {}),
     }
 
 

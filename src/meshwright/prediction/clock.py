@@ -4,10 +4,13 @@
 | --- | --- | --- |
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
 | a collective | α–β by algorithm and by where its group stands | `meshwright.hardware.collectives` |
+| host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
+| host of clip and optimizer | functions · host_update, or host_sharded where parameters are DTensors | `Clock._of_function` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `behind` |
 | a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
 | a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
 | a sum over replicas, in a backward | begins after its reduction; runs beside all that follows | `_Playing.sum` |
+| functions beside a collective | contention · seconds of collectives that run beside functions | `_Playing.end` |
 | any other collective | nothing runs beside it | `_Playing.exchange` |
 
 FSDP2 prefetches one unit ahead (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``). It sums over replicas on a stream of
@@ -82,29 +85,46 @@ class Clock:
     def _phase(self, what: Action | str, events: Sequence[Event]) -> Phase:
         played = _Playing(self._profile)
         backward = isinstance(what, Action) and what.kind in ("B", "I", "W")
-        host = self._profile.host_backward if backward else self._profile.host
+        host = self._of_function(what, backward=backward)
+        played.host += Estimate(self._of_job(what), self._profile.scatter)
         sends = 0
         for event in events:
             if isinstance(event, Op):
                 if event.flops or event.moved:  # else no kernel runs
                     played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
                 played.host += Estimate(host, self._profile.scatter)
-            elif isinstance(event, Collective) and event.kind == "send":
-                sends += event.nbytes
-            elif isinstance(event, Collective) and event.kind != "recv":
+            elif isinstance(event, Collective) and event.kind in ("send", "recv"):
+                sends += event.nbytes if event.kind == "send" else 0
+                played.host += Estimate(self._profile.host_collective, self._profile.scatter)
+            elif isinstance(event, Collective):
                 self._collective(event, played, backward=backward)
         return Phase(what, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+
+    def _of_function(self, what: Action | str, *, backward: bool) -> float:
+        """Seconds of the host for a function."""
+        profile = self._profile
+        if what in ("clip", "optimizer"):
+            return profile.update(sharded=self._mesh.data_size * self._mesh.axis_size("tp") > 1)
+        return profile.host_backward if backward else profile.host
+
+    def _of_job(self, what: Action | str) -> float:
+        """Seconds that a job adds on the host to an action, or to a step as it begins."""
+        if isinstance(what, Action):
+            return self._profile.job_action if what.kind in ("F", "B", "I", "W") else 0.0
+        return self._profile.job_step if what.startswith("step") else 0.0
 
     def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
         axis, group = self._where(event.ranks)
         if group.ranks == 1:
             return
-        played.host += Estimate(self._profile.host_collective, self._profile.scatter)
+        over_data = axis in (*DATA, "·".join(DATA))
+        host = (over_data and self._profile.host_unit) or self._profile.host_collective
+        played.host += Estimate(host, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
         beside = {"all_gather": played.gather, "reduce_scatter": played.reduce}
         if backward:
             beside["all_reduce"] = played.sum
-        overlaps = _has_queue(self._profile) and axis in (*DATA, "·".join(DATA))
+        overlaps = _has_queue(self._profile) and over_data
         (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
 
     def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
@@ -125,6 +145,7 @@ class _Playing:
         self.device = self.host = NOTHING
         self._spent = Spent()
         self._begun = 0.0  # of the unit that computes
+        self._moving = self._waited = 0.0  # seconds of collectives that may run beside functions; and of these, alone
         self._gathering = self._reducing = self._summing = 0.0  # until when
         self._reduces: tuple[str, Estimate] = ("", NOTHING)
         self._sums: tuple[str, Estimate] = ("", NOTHING)
@@ -140,24 +161,33 @@ class _Playing:
     def gather(self, axis: str, seconds: Estimate) -> None:
         """A gather that began with the unit before; what follows waits for it."""
         self._gathering = max(self._gathering, self._begun) + seconds.seconds
-        if (wait := self._gathering - self.now) > 0:
-            self._spent.expose(axis, Estimate(wait, seconds.scatter))
+        self._moving += seconds.seconds
+        self._wait(self._gathering, axis, seconds.scatter)
         self._begun = self.now
 
     def reduce(self, axis: str, seconds: Estimate) -> None:
         """A reduction that runs beside what follows."""
         self._reducing = max(self._reducing, self.now) + seconds.seconds
         self._reduces = axis, seconds
+        self._moving += seconds.seconds
 
     def sum(self, axis: str, seconds: Estimate) -> None:
         """A sum over replicas of what was reduced last, which runs beside what follows, and beside reductions."""
         self._summing = max(self._summing, self._reducing, self.now) + seconds.seconds
         self._sums = axis, seconds
+        self._moving += seconds.seconds
+
+    def _wait(self, until: float, axis: str, scatter: float) -> None:
+        """The device waits for a collective."""
+        if (wait := until - self.now) > 0:
+            self._spent.expose(axis, Estimate(wait, scatter))
+            self._waited += wait
 
     def end(self) -> Spent:
         for until, (axis, seconds) in ((self._reducing, self._reduces), (self._summing, self._sums)):
-            if (wait := until - self.now) > 0:
-                self._spent.expose(axis, Estimate(wait, seconds.scatter))
+            self._wait(until, axis, seconds.scatter)
+        beside = min(self.device.seconds, max(0.0, self._moving - self._waited))
+        self.device += Estimate(self._profile.contention * beside, self._profile.scatter)
         self._spent.device = self.device
         self._spent.host = Estimate(behind(self._profile, self.host.seconds, self.now), self.host.scatter)
         return self._spent

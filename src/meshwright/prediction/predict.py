@@ -184,10 +184,15 @@ def _terms(phases: list[Phase], wait: float) -> dict[str, float]:
 def _shared_cores(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
 ) -> float:
-    """T₁ / cores: what ranks that share the cores of one machine take at least (Brent, see ``play``)."""
+    """T₁ / cores: what ranks that share the cores of one machine take at least (Brent, see ``play``). T₁: what all of them
+    compute, and what their sends take."""
     if not profile.cores:
         return 0.0
-    return sum(role.count * _work(phases[role.rank]) for role in roles) / profile.cores
+    pair, total = Group(2, 2), 0.0
+    for role in roles:
+        sent = sum(collective(profile, "send", phase.sends, pair).seconds for phase in phases[role.rank] if phase.sends)
+        total += role.count * (_work(phases[role.rank]) + sent)
+    return total / profile.cores
 
 
 def _work(phases: Iterable[Phase]) -> float:

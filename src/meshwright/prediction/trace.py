@@ -25,7 +25,7 @@ class Began(NamedTuple):
 
 
 class Op(NamedTuple):
-    """``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: matmul, attention or other;
+    """``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`;
     ``workspace``: bytes that a kernel on a CPU takes while it runs."""
 
     name: str

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.blame import model_line
 from meshwright.described import nbytes_of, tensors_among
+from meshwright.hardware.functions import OWN_RATE
 from meshwright.hardware.profile import Work
 from meshwright.prediction.allocations import convolution_workspace
 from meshwright.prediction.movement import moved_by
@@ -257,7 +258,9 @@ def _name(func: Any) -> str:
 def _kind(func: Any, flops: int) -> Work:
     if "attention" in _name(func):
         return "attention"
-    return "matmul" if flops else "other"
+    if flops:
+        return "matmul"
+    return _name(func) if _name(func) in OWN_RATE else "other"
 
 
 def _dtype(taken: list[Tensor], given: list[Tensor]) -> str:

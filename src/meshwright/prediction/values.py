@@ -97,7 +97,17 @@ class KnownValues(TorchDispatchMode):
         if func in INDEXED and any(map(is_mask, args[1])):
             positions = [self._positions(index) if is_mask(index) else [index] for index in args[1]]
             args = (args[0], [index for group in positions for index in group], *args[2:])
+        if func.overloadpacket.__name__ == "_grouped_mm":
+            return self._grouped(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _grouped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """A grouped product in any type: torch's function on meta tensors takes bfloat16 alone, as GPUs do."""
+        dtype = kwargs.get("out_dtype") or args[0].dtype
+        with unset_fake_temporarily():
+            half = pytree.tree_map_only(Tensor, _half, (args, {**kwargs, "out_dtype": None} if kwargs else kwargs))
+            shaped = func(*half[0], **half[1])
+        return self._without_values(torch.empty_strided(shaped.size(), shaped.stride(), dtype=dtype, device=_META))
 
     def _has_values(self, t: Tensor) -> bool:
         return _is_real(t) and storage_of(t) not in self._lost
@@ -148,6 +158,11 @@ def _by_model() -> bool:
             return False
         frame = frame.f_back
     return frame is not None
+
+
+def _half(t: Tensor) -> Tensor:
+    dtype = torch.bfloat16 if t.is_floating_point() else t.dtype
+    return torch.empty_strided(t.size(), t.stride(), dtype=dtype, device=_META)
 
 
 def _on_meta(t: Tensor) -> Tensor:

@@ -51,12 +51,12 @@ class Calls:
         """Operations and bytes, as planning weighs them when it cuts stages (``graph.Event.work``)."""
         return sum(n * (at(flops, rows) + INTENSITY * at(moved, rows)) for (_, _, flops, moved), n in self.ops.items())
 
-    def device(self, profile: Profile, rows: float) -> float:
-        """Seconds on the device."""
+    def device(self, profile: Profile, rows: float, only: Work | None = None) -> float:
+        """Seconds on the device. ``only``: of work of this kind."""
         return sum(
             n * profile.compute(at(flops, rows), at(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
-            if any((*flops, *moved))  # else no kernel runs
+            if any((*flops, *moved)) and only in (None, kind)  # else no kernel runs
         )
 
     def exchange(self, profile: Profile, rows: float) -> float:

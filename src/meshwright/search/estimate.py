@@ -6,18 +6,22 @@
 | blocks of each stage | the most work of a stage is as little as can be | `stages.balanced` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
+| its fill with halves of backwards | Σ over the others of max(0, F + B - 2 W), W of weights | `Estimator._pipelined` |
 | its period P | max over ranks of (T of all behind it, and sends) / in flight | `_period` |
 | copies of a unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
+| the host of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._of_job` |
 | gathers that compute hides | max(0, n · gather - F), and the first | `Estimator._data` |
 | reductions that compute hides | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
+| functions beside collectives | contention · min(F + B, gathers and reductions that are hidden) | `Estimator._beside` |
 | processes that share cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | what lives on a rank | kept · e + max(gathered + gradients + activations, updating · e), e a shard | `Estimator._lives` |
 | its activations | in flight · held · rows + other | `Estimator.memory` |
 | blocks that keep their activations | as many as fit: equal blocks take equal seconds a byte | `Estimator.selected` |
 | microbatches in flight | min(M, p - r), 1F1B; ((v - 1) p + 2 (p - r - 1) + 1) / v interleaved; r ranks before | `_in_flight` |
+| the same with halves of backwards | min(M, p) | `_in_flight` |
 
-Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2). It ranks; ``predict`` says what the
-best of them take (``find.py``).
+Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2), zero bubbles (arXiv 2401.10241,
+ZB-H1). It ranks; ``predict`` says what the best of them take (``find.py``).
 """
 
 from __future__ import annotations
@@ -46,12 +50,14 @@ class Estimated:
     Attributes:
         seconds: of a step; ``terms``: what they are.
         nbytes: that live on the fullest rank.
+        scatter: the standard deviation of the seconds, as a fraction of them: that of the profile and of its links.
     """
 
     candidate: Candidate
     seconds: float
     nbytes: float
     terms: Mapping[str, float]
+    scatter: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,16 @@ class Estimator:
         terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
-        return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms)
+        return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms, self._scatter(terms))
+
+    def _scatter(self, terms: Mapping[str, float]) -> float:
+        """Σ seconds · scatter of each term, over all seconds: what rests on the same constants errs together (`Estimate`)."""
+        profile = self._profile
+        links = max(profile.node.scatter, profile.network.scatter if profile.network is not None else 0.0)
+        deviation = sum(
+            seconds * (links if term in ("tp", "data") else profile.scatter) for term, seconds in terms.items()
+        )
+        return deviation / sum(terms.values()) if deviation else 0.0
 
     def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:
         """Of a candidate that recomputes its blocks, the one of which as many keep their activations as fit; None if none
@@ -143,6 +158,13 @@ class Estimator:
         device, exchange, host = (sum(n * one[i] for n, one in spent) for i in range(3))
         return device, exchange, host
 
+    def _of_weights(self, of: Candidate, rank: Rank) -> float:
+        """Seconds of the gradients of weights in a rank's backward: of its products half, the other half being gradients of
+        inputs."""
+        way = self._pieces[of.tp].backward
+        parts = [(rank.blocks, way.block), *((1, getattr(way, end)) for end in rank.ends)]
+        return sum(n * calls.device(self._profile, of.rows, "matmul") for n, calls in parts) / 2
+
     def _elements(self, of: Candidate) -> list[float]:
         """Of the parameters, those of each of ``_ranks``, before they are divided over data ranks."""
         pieces = self._pieces[of.tp]
@@ -161,7 +183,8 @@ class Estimator:
     def _update(self, of: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
         device = max(self._elements(of)) * self._updates(of.tp, of.dp_shard)
-        host = at(self._pieces[of.tp].updates, max(rank.blocks for rank in self._ranks(of))) * self._profile.host
+        host = at(self._pieces[of.tp].updates, max(rank.blocks for rank in self._ranks(of)))
+        host *= self._profile.update(sharded=of.data * of.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
@@ -186,9 +209,11 @@ class Estimator:
         terms = {name: of.microbatches * seconds for name, seconds in one.items()}
         gathers = of.microbatches * 2 if of.reshard else 1
         terms["compute"] += self._copies(of, self._pieces[of.tp].total_elements, gathers)
+        terms["host"] += self._of_job(of, gathers)
         if of.data > 1:
             hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
             terms["data"] = self._data(of, hiding[0], hiding[1], blocks)
+            terms["compute"] += self._beside(of, terms, blocks, gathers)
         return terms
 
     def _data(self, of: Candidate, forward: float, backward: float, blocks: int) -> float:
@@ -206,18 +231,31 @@ class Estimator:
         late = max(scatter + total, taken - hides * backward) - again
         return times * (gathers + again) + max(0.0, late) + self._reduce(of, first + last)
 
+    def _beside(self, of: Candidate, terms: Mapping[str, float], blocks: int, gathers: int) -> float:
+        """Seconds that functions take longer because collectives of the data axes run beside them."""
+        if not self._profile.contention:
+            return 0.0
+        block, first, last = self._pieces[of.tp].elements
+        moved = sum(
+            times * (gathers * (self._gather(of, size) if of.dp_shard > 1 else 0.0) + self._reduce(of, size))
+            for times, size in ((blocks, block), (1, first + last))
+        )
+        return self._profile.contention * min(terms["compute"], max(0.0, moved - terms["data"]))
+
     def _pipelined(self, of: Candidate) -> dict[str, float]:
         """By the rank of the pipeline axis that has most to do."""
         ranks = self._ranks(of)
         ways = [self._microbatch(self._way(of, "F", rank), self._way(of, "B", rank)) for rank in ranks]
         one = max(ways, key=lambda way: sum(way.values()))
         times = [sum(way.values()) for rank, way in zip(ranks, ways, strict=True) for _ in range(rank.count)]
+        weights = [self._of_weights(of, rank) if of.split else 0.0 for rank in ranks for _ in range(rank.count)]
         terms = {name: of.microbatches * seconds for name, seconds in one.items()}
         apart = of.data * of.tp
         send = collective(self._profile, "send", round(self._sends * of.rows), _pair(self._profile, apart)).seconds
-        terms["bubble"] = pipelined(of, times, send) - of.microbatches * max(times)
+        terms["bubble"] = pipelined(of, times, send, weights) - of.microbatches * max(times)
         held = max(self._elements(of))
         terms["compute"] += self._copies(of, held, 1)
+        terms["host"] += self._of_job(of, 1)
         if of.data > 1:
             terms["data"] = (self._gather(of, held) if of.dp_shard > 1 else 0.0) + self._reduce(of, held)
         return terms
@@ -237,6 +275,24 @@ class Estimator:
             times * self._profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
             if nbytes
+        )
+
+    def _of_job(self, of: Candidate, gathers: int) -> float:
+        """Seconds of the host that a step takes besides its functions, on a CPU, where nothing runs beside them.
+
+        job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and receives
+        """
+        profile, passes = self._profile, of.microbatches * of.chunks
+        if not profile.cores:
+            return 0.0
+        units = self._pieces[of.tp].blocks // of.pp + 1
+        moved = units * ((gathers + 1) * (of.dp_shard > 1) + (of.dp_replicate > 1))
+        sends = 4 * passes * profile.host_collective if of.pp > 1 else 0.0
+        return (
+            profile.job_step
+            + 2 * passes * profile.job_action
+            + moved * (profile.host_unit or profile.host_collective)
+            + sends
         )
 
     def _gather(self, of: Candidate, elements: float) -> float:
@@ -293,19 +349,27 @@ class Estimator:
         return pieces.kept * here + max(gathered + before + activations, pieces.updating * here)
 
 
-def pipelined(of: Candidate, times: Sequence[float], send: float) -> float:
+def pipelined(of: Candidate, times: Sequence[float], send: float, weights: Sequence[float] = ()) -> float:
     """Seconds from the first forward to the last backward.
 
     (M − 1) P + T + fill: a microbatch goes through all ranks and back, and the others follow it, one each period P.
 
         fill = (Σ of all ranks' T − T) / v + 2 (p − 1) v send
 
+    With backwards in halves the gradients of weights, W, wait until a rank would stand idle: of each other rank neither they
+    nor as much again is waited for (ZB-H1: (p − 1) (F + I − W), where T = F + I + W).
+
+        fill = Σ over the others of max(0, T − 2 W) + 2 (p − 1) send
+
     Args:
         times: of each rank of the pipeline axis, for a forward and a backward of all that it has; T: the longest.
         send: from a rank to the next.
+        weights: of each rank, W.
     """
     most, sends = max(times), 2 * (of.pp - 1) * of.chunks * send
-    return (of.microbatches - 1) * _period(of, times, send) + most + (sum(times) - most) / of.chunks + sends
+    waited = [max(0.0, time - 2 * weight) for time, weight in zip(times, weights or [0.0] * len(times), strict=True)]
+    fill = (sum(waited) - waited[times.index(most)]) / of.chunks
+    return (of.microbatches - 1) * _period(of, times, send) + most + fill + sends
 
 
 def _period(of: Candidate, times: Sequence[float], send: float) -> float:
@@ -326,7 +390,7 @@ def _in_flight(of: Candidate, before: int) -> float:
     if of.pp == 1:
         return 1.0
     if of.chunks == 1:
-        return min(of.microbatches, of.pp - before)
+        return min(of.microbatches, of.pp if of.split else of.pp - before)
     return min(of.microbatches, ((of.chunks - 1) * of.pp + 2 * (of.pp - before - 1) + 1) / of.chunks)
 
 

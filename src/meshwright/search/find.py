@@ -10,17 +10,17 @@ Deterministic: the same model and hardware give the same plans in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright.amounts import duration_text
+from meshwright.amounts import duration_text, size_text
 from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
-from meshwright.hardware.profile import Profile
+from meshwright.hardware.profile import Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
 from meshwright.plan.keys import SEARCHED
@@ -35,6 +35,7 @@ from meshwright.search.pieces import MANY, SHARD, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
+MOST_TIMES = 11  # powers of two of devices that are looked at where a plan does not fit
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -65,6 +66,14 @@ class Proposal:
         return float(self.prediction.peak) if self.prediction is not None else self.estimate.nbytes
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """The seconds' lower and upper end."""
+        if self.prediction is not None:
+            return self.prediction.seconds.low, self.prediction.seconds.high
+        seconds = Estimate(self.estimate.seconds, self.estimate.scatter)
+        return seconds.low, seconds.high
+
+    @property
     def terms(self) -> Mapping[str, float]:
         """Of the seconds."""
         return self.prediction.seconds.waterfall if self.prediction is not None else self.estimate.terms
@@ -76,6 +85,7 @@ class Rejected:
 
     Attributes:
         least: of its plans the one that needs least, and ``nbytes`` of memory it needs on a device, of ``capacity``.
+        change: the nearest change with which it would fit, in words; empty if none was found.
     """
 
     pp: int
@@ -84,6 +94,7 @@ class Rejected:
     least: Candidate
     nbytes: float
     capacity: float
+    change: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,9 @@ def find_plans(
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
-    rejected = _rejected(space.estimates, capacity)
+    rejected = _rejected(space.estimates, capacity, space.memory)
     if not plans:
-        raise _nothing(space.estimates, devices, rows, profile, options)
+        raise _nothing(space, devices, rows, profile, options)
     return Found(
         tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
         tuple(_notes(options, pipelines=space.pipelines)),
@@ -178,7 +189,19 @@ class _Model:
         return Proposal(Plan.parse(estimate.candidate.plan(self.options, blocks)), estimate)
 
     def proposed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
-        """The plan of a candidate, rehearsed; None if the model cannot be cut so, or if it does not fit after all."""
+        """The plan of a candidate, rehearsed; None if the model cannot be cut so, or if it does not fit after all.
+
+        A pipeline is rehearsed with backwards in halves as well, if the plan may have them: what these copy and keep besides is
+        not in an estimate.
+        """
+        of = estimate.candidate
+        ways = [estimate]
+        if of.pp > 1 and of.chunks == 1 and not of.recompute and self.options.get("schedule") is None:
+            ways.append(replace(estimate, candidate=replace(of, split=True)))
+        found = [one for way in ways if (one := self._rehearsed(way, blocks, tell)) is not None]
+        return min(found, key=lambda proposal: proposal.seconds, default=None)
+
+    def _rehearsed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
         proposal = self.estimated(estimate, blocks)
         tell(f"rehearsing {proposal.plan.mesh}")
         try:
@@ -193,12 +216,13 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Space:
-    """Every candidate, estimated; whether pipelines are among them, where there could be some; and the names of the repeated
-    blocks."""
+    """Every candidate, estimated; whether pipelines are among them, where there could be some; the names of the repeated
+    blocks; and the bytes that any candidate needs."""
 
     estimates: tuple[Estimated, ...]
     pipelines: bool
     blocks: tuple[str, ...]
+    memory: Callable[[Candidate], float]
 
     @classmethod
     def of(cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]) -> _Space:
@@ -224,7 +248,7 @@ class _Space:
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
             every += [some for one in every if (some := estimator.selected(one, capacity)) is not None]
-        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, rehearsals.blocks)
+        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory)
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
@@ -232,8 +256,10 @@ def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
         yield "nothing is repeated, or nowhere can be cut: no pipelines were looked at"
     if options.get("sequence_parallel") is False:
         yield "sequence_parallel: false: plans with tp were estimated as if it were true"
-    if options.get("schedule") in ("gpipe", "zero_bubble"):
-        yield f"schedule: {options['schedule']}: pipelines were estimated as 1f1b"
+    if options.get("schedule") == "gpipe":
+        yield "schedule: gpipe: pipelines were estimated as 1f1b"
+    if options.get("schedule") == "zero_bubble":
+        yield "schedule: zero_bubble: what halves of backwards copy and keep besides is not estimated, but rehearsed (--verify)"
 
 
 def _order(estimate: Estimated) -> tuple[float, float, str]:
@@ -307,33 +333,61 @@ def _frontier(fitting: Iterable[Estimated]) -> tuple[Estimated, ...]:
     return tuple(found)
 
 
-def _rejected(estimates: Sequence[Estimated], capacity: float) -> tuple[Rejected, ...]:
+def _rejected(
+    estimates: Sequence[Estimated], capacity: float, memory: Callable[[Candidate], float]
+) -> tuple[Rejected, ...]:
     families: dict[tuple[int, int], list[Estimated]] = {}
     for estimate in estimates:
         families.setdefault(estimate.candidate.family, []).append(estimate)
+    fitting = {family for family, those in families.items() if min(e.nbytes for e in those) <= capacity}
     rejected = []
     for (pp, tp), those in sorted(families.items()):
         least = min(those, key=lambda e: (e.nbytes, e.seconds))
         if least.nbytes > capacity:
-            rejected.append(Rejected(pp, tp, len(those), least.candidate, least.nbytes, capacity))
+            change = _change(least.candidate, capacity, memory, fitting)
+            rejected.append(Rejected(pp, tp, len(those), least.candidate, least.nbytes, capacity, change))
     return tuple(rejected)
 
 
+def _change(
+    of: Candidate, capacity: float, memory: Callable[[Candidate], float], families: Collection[tuple[int, int]]
+) -> str:
+    """The nearest change with which a candidate would fit: the next larger family that does, or more devices to shard over."""
+    larger = [f for f in families if f[0] >= of.pp and f[1] >= of.tp]
+    nearest = min(larger, key=lambda f: (f[0] * f[1], f), default=None)
+    ways = [f"pp={nearest[0]}, tp={nearest[1]} on as many devices"] if nearest else []
+    for times in (2**i for i in range(1, MOST_TIMES)):
+        if memory(replace(of, dp_shard=times * of.dp_shard)) <= capacity:
+            ways.append(f"{times} times the devices, dp_shard={times * of.dp_shard}")
+            break
+    return " or ".join(ways)
+
+
 def _why(plans: Sequence[Proposal]) -> Iterable[str]:
-    """What the first has less of than each of the others: the largest difference of their terms."""
+    """What the first has less of than each of the others: the largest difference of their terms; and what to measure where
+    their intervals meet."""
     best, *others = plans
     for other in others:
         more = {term: other.terms.get(term, 0.0) - best.terms.get(term, 0.0) for term in {**best.terms, **other.terms}}
         term, seconds = max(more.items(), key=lambda item: item[1])
         yield f"{other.plan.mesh} takes {duration_text(other.seconds - best.seconds)} longer: {term} {seconds * 1e3:+,.1f} ms"
-        if best.prediction and other.prediction and best.prediction.seconds.high >= other.prediction.seconds.low:
-            yield f"{other.plan.mesh} is within the interval of the first: measure both to be sure"
+        if best.interval[1] >= other.interval[0]:
+            differs = max(more, key=lambda term: abs(more[term]))
+            surer = f"to be surer, run both, or measure {_decides(differs)}"
+            yield f"{other.plan.mesh} is within the interval of the first: {surer}"
 
 
-def _nothing(
-    estimates: Sequence[Estimated], devices: int, rows: int, profile: Profile, options: Mapping[str, Any]
-) -> PlanError:
-    findings = Findings("this search")
+def _decides(term: str) -> str:
+    """What to measure of the hardware, where two plans differ most in this term."""
+    if term == "tp" or term == "data" or term.startswith("communication"):
+        return f"collectives of these sizes on these devices, for the profile's links ({term} differs most)"
+    if "host" in term or "clip" in term or "optimizer" in term:
+        return f"what the host takes for a function, for the profile's host ({term} differs most)"
+    return f"products of these sizes on a device, for the profile's curves ({term} differs most)"
+
+
+def _nothing(space: _Space, devices: int, rows: int, profile: Profile, options: Mapping[str, Any]) -> PlanError:
+    findings, estimates = Findings("this search"), space.estimates
     if not estimates:
         pieces = options.get("microbatches") or 1
         divided = f" and {pieces} microbatches" if pieces > 1 else ""
@@ -343,11 +397,13 @@ def _nothing(
         )  # fmt: skip
         return findings.error()
     least = min(estimates, key=lambda e: e.nbytes)
+    capacity = (profile.memory - profile.context) / (1 + profile.reserve)
+    change = _change(least.candidate, capacity, space.memory, ())
     findings.add(
         where="devices",
         given=f"{devices} of {profile.name}; of {len(estimates)} plans, the one that needs least needs"
-        f" {least.nbytes / 2**30:.1f} GiB on a device: {least.candidate}",
-        required=f"at most {(profile.memory - profile.context) / (1 + profile.reserve) / 2**30:.1f} GiB",
+        f" {size_text(round(least.nbytes))} on a device: {least.candidate.words}",
+        required=f"at most {size_text(round(capacity))}" + (f": {change}" if change else ""),
         fix=f"devices={2 * devices}",
     )  # fmt: skip
     return findings.error()

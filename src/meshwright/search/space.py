@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.plan.keys import SEARCHED
@@ -20,6 +20,7 @@ class Candidate:
         rows: of one microbatch, on one data rank.
         chunks: stages of a rank of the pipeline axis.
         kept: if blocks are recomputed, how many of a rank's keep their activations all the same.
+        split: whether backwards are done in halves (``zero_bubble``); of one stage a rank, without recompute.
     """
 
     pp: int
@@ -32,6 +33,12 @@ class Candidate:
     recompute: bool = False
     reshard: bool = True
     kept: int = 0
+    split: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """Of its pipeline, as a plan names it."""
+        return "interleaved" if self.chunks > 1 else "zero_bubble" if self.split else "1f1b"
 
     @property
     def data(self) -> int:
@@ -41,6 +48,29 @@ class Candidate:
     def family(self) -> tuple[int, int]:
         """(pp, tp): what decides most of memory and time."""
         return self.pp, self.tp
+
+    @property
+    def schedule_words(self) -> str:
+        """Of its pipeline, for a person."""
+        return "–" if self.pp == 1 else self.schedule if self.chunks == 1 else f"{self.schedule} × {self.chunks}"
+
+    @property
+    def recompute_words(self) -> str:
+        """What is computed again, for a person."""
+        if not self.recompute:
+            return "none"
+        return f"all but {self.kept * self.pp} blocks" if self.kept else "blocks"
+
+    @property
+    def words(self) -> str:
+        """It for a person: the mesh, and what is not as by default."""
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+        more = [
+            f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
+            f"recompute {self.recompute_words}" if self.recompute else "",
+        ]
+        return ", ".join(filter(None, [mesh, *more, self.schedule_words if self.pp > 1 else ""]))
 
     def plan(self, options: Mapping[str, Any], blocks: Sequence[str] = ()) -> dict[str, Any]:
         """It as a plan.
@@ -63,7 +93,9 @@ class Candidate:
             }
             options = {**options, "modules": {**entries, **kept}}
         if self.pp > 1 and self.chunks > 1:
-            plan |= {"schedule": "interleaved", "stages_per_rank": self.chunks}
+            plan["stages_per_rank"] = self.chunks
+        if self.pp > 1 and self.schedule != "1f1b":
+            plan["schedule"] = self.schedule
         if self.pp == 1 and self.dp_shard > 1 and not self.reshard:
             plan["reshard_after_forward"] = False
         return {**plan, **options}
@@ -75,10 +107,12 @@ class Candidate:
             options.get("microbatches", self.microbatches) == self.microbatches
             and options.get("recompute", _RECOMPUTE[self.recompute]) == _RECOMPUTE[self.recompute]
             and (flat or self.chunks in (chunks_of(options) or CHUNKS))
+            and (flat or options.get("schedule", self.schedule) in (self.schedule, *_TAKEN_FOR.get(self.schedule, ())))
             and (not gathered or options.get("reshard_after_forward", self.reshard) == self.reshard)
         )
 
 
+_TAKEN_FOR = {"1f1b": ("gpipe",)}  # what is estimated as another
 _RECOMPUTE = {True: "blocks", False: "none"}
 
 
@@ -137,7 +171,10 @@ def candidates(
     if not recompute:
         said.pop("recompute", None)  # nothing is repeated: it makes no difference
     every = _all(devices, per_node, global_batch, tps, blocks, chunks_of(said) or CHUNKS, recompute=recompute)
-    yield from (candidate for candidate in every if candidate.agrees(said))
+    for candidate in every:
+        one = replace(candidate, split=candidate.pp > 1 and said.get("schedule") == "zero_bubble")
+        if one.agrees(said) and not (one.split and one.recompute):
+            yield one
 
 
 def _all(

@@ -354,8 +354,19 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     """The floating-point operations of an op (an ``OpOverload``) with result ``out``, by torch's formulas; 0 without one."""
     if (first := _FUSED_ATTENTION.get(op.overloadpacket.__name__)) is not None:
         return _attention_flops(*args[first : first + 3], causal=args[-1] is True, products=5 if first else 2)
+    if op.overloadpacket.__name__ == "_grouped_mm":
+        return _grouped_flops(args[0], args[1], out)
     formula = flop_registry.get(op.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> int:
+    """2 · rows · width · columns, summed over the groups: those of one product, as groups divide the rows.
+
+    A gradient of weights, (width, rows) × (rows, columns), has a matrix for each group: (groups, width, columns).
+    """
+    groups = out.shape[0] if a.dim() == b.dim() == 2 else 1
+    return int(2 * out.numel() * a.shape[-1] // groups)
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:

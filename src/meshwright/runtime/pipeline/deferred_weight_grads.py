@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwright.private import FakeTensor
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -67,7 +68,8 @@ def _is_weight(w: Any) -> bool:
     """
     if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2 or not w.is_floating_point():
         return False
-    return (isinstance(w, nn.Parameter) and type(w) is nn.Parameter) or getattr(w, "_mw_is_parameter", False)
+    plain = isinstance(w, nn.Parameter) and type(w) in (nn.Parameter, FakeTensor)  # a rehearsal's have no values
+    return plain or getattr(w, "_mw_is_parameter", False)
 
 
 def _under_autocast(t: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Functions of ATen whose time does not follow from the bytes that they move alone, each with a call by which it is timed.
+
+Most functions move bytes as fast as a copy does. Those that are named here compute more for each element (``exp``), reduce
+(``mean``), look up, or draw. `Profile.slower` says how many times as long they take; a trace keeps their names as their kind of
+work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS, WIDTH = 1024, 256  # of the tensors that functions are timed with
+POINTWISE = frozenset("exp log sqrt rsqrt tanh sigmoid silu gelu erf cos sin pow where gt eq masked_fill".split())
+REDUCING = frozenset("mean sum amax _softmax _log_softmax native_layer_norm cumsum linalg_vector_norm".split())
+BACKWARDS = frozenset(
+    "tanh_backward sigmoid_backward silu_backward gelu_backward threshold_backward _softmax_backward_data "
+    "_log_softmax_backward_data native_layer_norm_backward embedding_dense_backward".split()
+)
+UPDATES = frozenset("addcmul_ addcdiv_ lerp_".split())
+DRAWS = frozenset("bernoulli_ native_dropout".split())
+OWN_RATE = POINTWISE | REDUCING | BACKWARDS | UPDATES | DRAWS
+"""The names, without their namespace."""
+
+
+def calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
+    """Each function as a call, and the tensors that it is given."""
+    import torch
+
+    ops = torch.ops.aten
+    x, y, z = (torch.rand(ROWS, WIDTH) + 0.5 for _ in range(3))
+    mask = (torch.arange(WIDTH) < WIDTH // 2).expand(ROWS, WIDTH).contiguous()
+    row, ids = torch.ones(WIDTH), torch.arange(ROWS) % WIDTH
+    _, mean, rstd = ops.native_layer_norm(x, [WIDTH], row, row, 1e-5)
+    given: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys("exp log sqrt rsqrt tanh sigmoid silu gelu erf cos sin".split(), (x,)),
+        "pow": (x, 2), "where": (mask, x, y), "gt": (x, y), "eq": (x, y), "masked_fill": (x, mask, 0.0),
+        "mean": (x, [-1]), "sum": (x, [-1]), "amax": (x, [-1]), "cumsum": (x, 1), "linalg_vector_norm": (x,),
+        "_softmax": (x, -1, False), "_log_softmax": (x, -1, False), "native_layer_norm": (x, [WIDTH], row, row, 1e-5),
+        **dict.fromkeys(("tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"), (x, y)),
+        "threshold_backward": (x, y, 0),
+        **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), (x, y, -1, torch.float32)),
+        "native_layer_norm_backward": (x, y, [WIDTH], mean, rstd, row, row, [True, True, True]),
+        "embedding_dense_backward": (x, ids, WIDTH, -1, False),
+        "addcmul_": (x.clone(), y, z), "addcdiv_": (x.clone(), y, z), "lerp_": (x.clone(), y, 0.1),
+        "bernoulli_": (x.clone(), 0.5), "native_dropout": (x, 0.5, True),
+    }  # fmt: skip
+    return {
+        name: (partial(getattr(ops, name), *args), [a for a in args if isinstance(a, torch.Tensor)])
+        for name, args in given.items()
+    }

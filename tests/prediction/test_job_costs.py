@@ -1,0 +1,15 @@
+"""What a job takes on the host is measured by jobs, and reads back."""
+
+from meshwright.hardware.calibrate import calibrate
+from meshwright.hardware.reader import parse_profile
+from meshwright.prediction.job_costs import job_costs
+
+
+def test_the_host_s_part_of_a_job(workers):
+    plain = calibrate(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**18), rounds=3, budget=0.1)
+    measured = job_costs(plain, workers, steps=5)
+    assert 1e-7 < measured.host < 1e-2 and 1e-7 < measured.host_backward < 1e-2
+    assert 0 < measured.host_unit < 1 and 0 < measured.host_update < 1e-2
+    assert measured.host_sharded > measured.host_update  # DTensor's dispatch is Python
+    assert measured.node == plain.node and measured.peak == plain.peak
+    assert parse_profile(measured.text(), "cpu-local.yaml") == measured
