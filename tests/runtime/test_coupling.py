@@ -84,6 +84,31 @@ class Filled(Tokens):
         return both[..., :WIDTH] * both[..., WIDTH:], 0.0
 
 
+class Phases(Tokens):
+    """Multiplies by a complex weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / WIDTH)
+        self.real, self.imaginary = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def mixed(self, x):
+        return (torch.complex(self.real(x), self.imaginary(x)) @ self.turn).abs(), 0.0
+
+
+class Bags(Tokens):
+    """Adds up rows of a table with weights of its own type."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(CLASSES, WIDTH, mode="sum")
+
+    def mixed(self, x):
+        rows, length, _ = x.shape
+        ids = torch.arange(length, device=x.device).repeat(rows, 1)
+        return x + self.bag(ids, per_sample_weights=torch.full_like(ids, 0.5, dtype=x.dtype))[:, None], 0.0
+
+
 class FixedRows(Tokens):
     """Has the number of rows as a number."""
 
@@ -122,6 +147,8 @@ CASES = {
     (Balanced, "bfloat16"): "coupled",
     (Gated, "float32"): "coupled",
     (Filled, "float32"): "mean",
+    (Phases, "float32"): "mean",
+    (Bags, "float32"): "mean",
 }
 
 

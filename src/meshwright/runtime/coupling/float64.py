@@ -20,9 +20,19 @@ from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, writes
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_CASTS = {Tensor.float: Tensor.double, Tensor.half: Tensor.double, Tensor.bfloat16: Tensor.double}
+_CASTS = {
+    Tensor.float: Tensor.double,
+    Tensor.half: Tensor.double,
+    Tensor.bfloat16: Tensor.double,
+    Tensor.cfloat: Tensor.cdouble,  # type: ignore[attr-defined]
+}
 _CONVERSIONS = frozenset([*_CASTS, Tensor.double, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
 _LOOKUPS = frozenset(["embedding", "embedding_bag"])  # not converted: of a large table only a few rows are read
@@ -56,18 +66,20 @@ class Wide(FunctionMode):
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[1], Tensor) and self._converted.of(args[1]) is args[0]:
             return None  # ``module.to(dtype)`` in a forward: functions get the parameter in float64 whatever its dtype
-        if func == SET_DATA and isinstance(args[1], Tensor) and args[0].is_floating_point():
+        if func == SET_DATA and isinstance(args[1], Tensor) and _has_fractions(args[0]):
             return func(args[0], args[1].to(args[0].dtype))
-        if func == _DTYPE and args[0].dtype in _NARROW and not args[0].is_meta:
-            return torch.float64  # as functions get it: a module may compare the dtypes of its input and its weight
-        if func == GET_DATA or is_fact(func) or getattr(func, "__name__", "") in _LOOKUPS:
+        if func == _DTYPE and args[0].dtype in _WIDER and not args[0].is_meta:
+            return _WIDER[
+                args[0].dtype
+            ]  # as functions get it: a module may compare the dtypes of its input and its weight
+        if func == GET_DATA or is_fact(func) or _is_lookup(func, args, kwargs):
             return func(*args, **kwargs)  # (a write to ``p.data`` must reach the parameter, in its own dtype)
         if GlobalTensor in types:  # in the Python body of a torch function: the local functions compute in float64
             with self:
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], Tensor) and (writes(func, args, kwargs) or "out" in kwargs):
             return self._write(func, args, kwargs)
-        if func in _CONVERSIONS and args[0].dtype in _NARROW and (same := func(*args, **kwargs)) is args[0]:
+        if func in _CONVERSIONS and args[0].dtype in _WIDER and (same := func(*args, **kwargs)) is args[0]:
             return same  # ``module.to(device)`` in a forward does not change its parameters
         try:
             more, named = pytree.tree_map(self._wide, (args, kwargs))
@@ -93,28 +105,41 @@ class Wide(FunctionMode):
             return func(*args, **kwargs)
         except RuntimeError:  # some functions with an index refuse values of another dtype
             dtype = args[0].dtype
-            as_target = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+            as_target = lambda x: x.to(dtype) if isinstance(x, Tensor) and _has_fractions(x) else x  # noqa: E731
             more, named = pytree.tree_map(as_target, (args[1:], kwargs))
             return func(args[0], *more, **named)
 
     def _wide(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):
-            return torch.float64 if x in _NARROW else x
+            return _WIDER.get(x, x)
         if isinstance(x, str):
             return "torch.DoubleTensor" if x in _NAMES else x
-        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _NARROW or x.is_meta:
+        if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _WIDER or x.is_meta:
             return x
-        return _perturbed_values(x) if is_parameter(x) and self._perturbed else x.double()
+        return _perturbed_values(x) if is_parameter(x) and self._perturbed else x.to(_WIDER[x.dtype])
+
+
+def _has_fractions(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _is_lookup(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function reads rows of a table, and takes no other numbers with fractions (weights of a bag's rows, say)."""
+    if getattr(func, "__name__", "") not in _LOOKUPS:
+        return False
+    return sum(_has_fractions(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)) < 2
 
 
 def _rounded(x: Any) -> Any:
-    return x.float() if type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float64 else x
+    if type(x) not in (Tensor, nn.Parameter):
+        return x
+    return x.float() if x.dtype is torch.float64 else x.cfloat() if x.dtype is torch.complex128 else x
 
 
 def _perturbed_values(p: Tensor) -> Tensor:
-    """A parameter in float64, changed by a tenth of its root mean square and a little more, in a pattern that depends on
-    positions alone. So zeros and ones get other values, and equal rows become different."""
-    x = p.double()
-    size = 0.1 * x.detach().square().mean().sqrt() + 0.01 if x.numel() else 0.0
+    """A parameter in float64 (or complex128), changed by a tenth of its root mean square and a little more, in a pattern that
+    depends on positions alone. So zeros and ones get other values, and equal rows become different."""
+    x = p.to(_WIDER[p.dtype])
+    size = 0.1 * x.detach().abs().square().mean().sqrt() + 0.01 if x.numel() else 0.0
     positions = torch.arange(x.numel(), dtype=torch.float64, device=x.device)
     return x + size * torch.sin(0.37 * positions * positions + 1.3 * positions + 0.7).view(x.shape)
