@@ -164,3 +164,22 @@ def test_what_is_in_no_unit_is_computed_in_bfloat16_too(layout: str, workers: Lo
 def test_what_a_forward_writes_is_refused_in_bfloat16() -> None:
     with pytest.raises(mw.PlanError, match=r"bfloat16, and a forward that writes table\.weight"):
         mw.make_recipe(Renormed, {"mesh": {"dp_shard": 2}, "precision": "bfloat16"}, (torch.arange(8).view(4, 2),))
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that follows it: a forward writes the teacher's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+            self.teacher.bias.data.copy_(0.9 * self.teacher.bias + 0.1 * self.student.bias)
+        return (self.student(x).tanh() - self.teacher(x).sin()).square().mean()
+
+
+def test_parameters_that_a_forward_writes_are_compared(workers: LocalWorkers) -> None:
+    plan = {"mesh": {"tp": 2}, "precision": "float32"}
+    same_in_its_own_types(Teacher, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), plan, workers)

@@ -101,14 +101,20 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     moves = [1 + torch.finfo(dtype).eps * _MOVE * _noise(p, repeat) for p in model.parameters() if p.requires_grad]
     replace_tensors(low, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
-    pairs = [(p, q) for p, q in zip(model.parameters(), low.parameters(), strict=True) if p.requires_grad]
+    every = [*zip(model.parameters(), low.parameters(), strict=True)]
+    pairs = [(p, q) for p, q in every if p.requires_grad]
     batches = (mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in case.batches())
 
     def step() -> Tensor:
         with torch.no_grad():
             for (p, q), move in zip(pairs, moves, strict=True):
                 q.copy_(p.to(move.dtype) * move if repeat else p)
+        before = [q.detach().clone() for _, q in every]
         loss = case.loss(called(low, next(batches)))
+        with torch.no_grad():
+            for (p, q), value in zip(every, before, strict=True):
+                if not torch.equal(q, value):  # the forward wrote to it, maybe through ``.data``: a momentum teacher, say
+                    p.copy_(q)
         if loss.requires_grad:
             loss.backward()
         for p, q in pairs:
