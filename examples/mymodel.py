@@ -37,3 +37,20 @@ sample, dataset = rows(8), rows(64)
 
 def model() -> tuple[object, ...]:
     return build, sample, dataset
+
+
+def main() -> None:
+    """Trains it in this one process, as the pages do over several."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, 51):
+        loss = model(**dataset)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    main()
