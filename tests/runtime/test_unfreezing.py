@@ -93,7 +93,7 @@ PLANS = [{"mesh": "dp_shard=2"}, {"mesh": "dp_replicate=2"}, {"mesh": "tp=2"}, S
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_what_is_frozen_and_unfrozen_is_trained_as_on_one_device(build, plan, workers):
     if (build, plan) == (HeadAlone, STAGED):
-        with pytest.raises(WorkerError, match=r"UnfrozenError: .*freeze them after parallelize"):
+        with pytest.raises(WorkerError, match=r"UnfrozenError: .*freeze parameters after parallelize"):
             workers.run(in_job, build, plan, ranks=2)
         return
     losses, parameters = workers.run(in_job, build, plan, ranks=2)[0]
