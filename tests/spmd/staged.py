@@ -153,6 +153,9 @@ class Staged:
                 device=torch.device("cpu"),
                 pipeline=(line := Line(rank, mail)),
                 hosts={"pp": line},
+                mesh=self.recipe.mesh,
+                meshes={0: None},
+                tp_rank=0,
             )
             random = Generators(torch.device("cpu"), self.models[-1])
             again = recomputed(self.models[-1], self.recipe.recompute, random)
@@ -227,9 +230,9 @@ def _ready(step: Step, action: Any) -> bool:
         return True
     kind = "RECV_F" if action.kind == "F" else "RECV_B"
     return all(
-        work.is_there
+        arriving.work.is_there
         for a, entries in step._transfers._arriving.items() if (a.stage, a.kind, a.microbatch) == (action.stage, kind, action.microbatch)
-        for *_, work in entries
+        for arriving in entries
     )  # fmt: skip
 
 
