@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_sent_to_the_search_is_told(home: str, workers: L
     ],
 )
 def test_what_knows_no_number_of_processes_asks_for_a_mesh(asked: Any) -> None:
-    with pytest.raises(PlanError, match="how many processes") as raised:
+    with pytest.raises(PlanError, match="the number of processes") as raised:
         asked()
     assert "find_plans" in raised.value.findings[0].fix
 

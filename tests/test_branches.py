@@ -270,7 +270,7 @@ def test_branches_move_fewer_bytes_than_fsdp_of_the_whole(workers: LocalWorkers)
 
 
 class Gathers(TorchDispatchMode):
-    """Counts all-gathers of parameters."""
+    """Counts all-gathers into one tensor: those of parameters, and that of the join."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,8 @@ def test_units_of_branches_are_freed_after_their_forward(workers: LocalWorkers) 
     plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}}
     once = workers.run(gathers, {**plan, "reshard_after_forward": False}, ranks=4)
     again = workers.run(gathers, plan, ranks=4)
-    assert once == [2] * 4 and again == [3] * 4  # the root, which stays, and the branch's own unit
+    # The root, which stays, and the branch's own unit; the join.
+    assert once == [2 + 1] * 4 and again == [3 + 1] * 4
 
 
 class Refusing(models.Toy):

@@ -202,7 +202,7 @@ def test_what_is_wrong_with_both_plans_and_all_else_is_told_at_once(file: str, t
     text = meshwright(*given, code=2).stderr
     assert "6 problems" in text and "Traceback" not in text
     assert all(
-        said in text for said in ("bad.yaml:1:", "bad.yaml:2:", "how many processes", "h10O", "modle", "--devices")
+        said in text for said in ("bad.yaml:1:", "bad.yaml:2:", "the number of processes", "h10O", "modle", "--devices")
     )
 
 

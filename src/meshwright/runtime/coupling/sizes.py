@@ -136,8 +136,9 @@ def _first_beyond(calls: Mapping[int, Sequence[Call]]) -> str:
         )  # else it does the same another number of times: by row, or by block
     for together in zip(*calls.values(), strict=True):
         numbers = [call.numbers for call in together]
-        lengths = set(map(len, numbers))
-        if len(lengths) > 1 or not all(_follows(list(calls), at) for at in zip(*numbers, strict=True)):
+        if len(set(map(len, numbers))) > 1:
+            continue  # a list with an entry for each row, ``x[[i for i in range(n) if …]]``: more rows, more of the same
+        if not all(_follows(list(calls), at) for at in zip(*numbers, strict=True)):
             return together[0].line
     return ""
 
