@@ -54,7 +54,7 @@ def tokens(rows=4, length=512):
     return (torch.arange(rows * length).remainder(WORDS).view(rows, length),)
 
 
-GPU = replace(read_profile("h100"), context=0, reserve=0.0, host=0.0, host_backward=0.0)
+GPU = replace(read_profile("h100"), context=0, reserve=0.0, host=0.0, host_backward=0.0, host_collective=0.0)
 
 
 def find(**options):
