@@ -79,6 +79,12 @@ ELEMENTS, SLOTTED, TABLE = numpy.full(2, 2.0), Slotted(), dict.fromkeys(range(30
 standin.FACTOR = 2.0  # type: ignore[attr-defined]
 
 
+@torch.jit.script
+def shifted_gelu(h: Tensor, by: Tensor) -> Tensor:
+    y = h + by
+    return y * 0.5 * (1.0 + torch.tanh(0.8 * y))
+
+
 def multiplied(h: Tensor, *, by: float) -> Tensor:
     return h * by
 
@@ -149,6 +155,8 @@ class Block(nn.Module):
         elif does == "takes powers":
             h = 1 + h**2 - 2**h
             h **= 2
+        elif does == "is scripted in part":
+            h = shifted_gelu(h, self.norm2.bias)
         elif does == "prints":
             print("", end="")
         elif does == "leaves gradients out":
@@ -296,6 +304,7 @@ REFUSED = {
     "masks": "follows from values",
     "listens": "register_hook changes what autograd knows",
     "prints": "it calls print",
+    "is scripted in part": "it calls what torch.jit made",
     "counts in a default": "it changes what its code keeps",
     "asks a context variable": "it calls ContextVar.get",
     "asks an iterator": "NUMBERS is an iterator",

@@ -113,7 +113,9 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
         loss = case.loss(called(low, next(batches)))
         with torch.no_grad():
             for (p, q), value in zip(every, before, strict=True):
-                if not torch.equal(q, value):  # the forward wrote to it, maybe through ``.data``: a momentum teacher, say
+                if not torch.equal(
+                    q, value
+                ):  # the forward wrote to it, maybe through ``.data``: a momentum teacher, say
                     p.copy_(q)
         if loss.requires_grad:
             loss.backward()

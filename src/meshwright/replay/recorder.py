@@ -24,7 +24,7 @@ from meshwright.private import TorchDispatchMode, pytree, storage_of, without_di
 from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
-from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.autograd_functions import FunctionMode, scripted_functions
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor
 from meshwright.spmd.torch_functions import (
     LISTENING,
@@ -86,7 +86,8 @@ class Recorder(FunctionMode):
         held = host_generators(model)
         before, own = host_drawn(held), drawn_from(held)
         profile = sys.getprofile()
-        with patches.CUSTOM_FUNCTION.on(self._custom, first=True), _Operations(self), self:
+        scripted = scripted_functions(self._scripted)
+        with patches.CUSTOM_FUNCTION.on(self._custom, first=True), scripted, _Operations(self), self:
             sys.setprofile(self._profile)
             try:
                 yield
@@ -139,6 +140,11 @@ class Recorder(FunctionMode):
         if any(isinstance(t, DTensor) for t in tensors):
             return f"{name} takes a parameter at rest"
         return ""
+
+    def _scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Its executor calls other functions once it has seen some calls: then the recording lacks what they do.
+        self.refuse("it calls what torch.jit made")
+        return call(function, *args, **kwargs)
 
     def _custom(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
