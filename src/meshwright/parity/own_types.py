@@ -113,9 +113,8 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
         loss = case.loss(called(low, next(batches)))
         with torch.no_grad():
             for (p, q), value in zip(every, before, strict=True):
-                if not torch.equal(
-                    q, value
-                ):  # the forward wrote to it, maybe through ``.data``: a momentum teacher, say
+                # The forward may have written to it, also through ``.data``: a momentum teacher, say.
+                if not torch.equal(q, value):
                     p.copy_(q)
         if loss.requires_grad:
             loss.backward()
