@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright import identity
 from meshwright.watch.connections import Ends, close, connections
+from meshwright.watch.store_keys import StoreKeys
 
 _PATIENCE = 3.0  # seconds in which ranks that lost another one have said so
 _MOST_RANKS = 512  # connections are told of up to so many: each rank has one to each other, in each group
@@ -45,7 +46,7 @@ class _Process:
     ends: list[list[str]]
 
 
-class FirstCause:
+class FirstCause(StoreKeys):
     """The keys of one job in a store.
 
     Args:
@@ -54,7 +55,8 @@ class FirstCause:
     """
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int) -> None:
-        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        super().__init__(store, name)
+        self._rank, self._ranks = rank, ranks
         pid, told = os.getpid(), ranks <= _MOST_RANKS
         ends = [list(pair) for pair in connections()] if told else []
         self._set(f"who/{rank}", asdict(_Process(identity.machine(), pid, identity.started(pid), ends)))
@@ -108,17 +110,6 @@ class FirstCause:
     def _process(self, rank: int) -> _Process | None:
         told = self._get(f"who/{rank}")
         return None if told is None else _Process(**told)
-
-    def _key(self, key: str) -> str:
-        return f"meshwright/{self._name}/{key}"
-
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), json.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        """A value, or None: a store's own ``get`` waits for one."""
-        key = self._key(key)
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 def _ranks(ranks: list[int]) -> str:

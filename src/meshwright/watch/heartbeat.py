@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.watch.location import Whereabouts
+from meshwright.watch.store_keys import StoreKeys
 
 HERE, LEFT, FAILED = "here", "left", "failed"
 
@@ -71,7 +72,7 @@ class Alarm:
     cause: str
 
 
-class Board:
+class Board(StoreKeys):
     """The keys of one watchdog in a store.
 
     Args:
@@ -82,7 +83,8 @@ class Board:
     """
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int) -> None:
-        self._store, self._name, self.rank, self.ranks = store, name, rank, ranks
+        super().__init__(store, name)
+        self.rank, self.ranks = rank, ranks
 
     def introduce(self, who: Who) -> None:
         self._set(f"who/{self.rank}", asdict(who))
@@ -119,17 +121,6 @@ class Board:
 
     def told(self) -> bool:
         return self._get("told") is not None
-
-    def _key(self, key: str) -> str:
-        return f"meshwright/{self._name}/{key}"
-
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), json.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        """The value of a key, or None. (The store's own ``get`` waits until the key exists.)"""
-        key = self._key(key)
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _of_all(self, kind: str, ranks: Any) -> dict[int, Any]:
         """Rank → value of ``kind/rank``, for the ranks that have set it."""
