@@ -131,9 +131,8 @@ def _first_beyond(calls: Mapping[int, Sequence[Call]]) -> str:
     if any(other != first for other in others):
         every = [set(of) for of in where.values()]
         some = set[tuple[str, str]]().union(*every) - every[0].intersection(*every)
-        return min(
-            (line for line, _ in some), default=""
-        )  # else it does the same another number of times: by row, or by block
+        # If no line is new, it runs the same lines another number of times: row by row, or block by block.
+        return min((line for line, _ in some), default="")
     for together in zip(*calls.values(), strict=True):
         numbers = [call.numbers for call in together]
         if len(set(map(len, numbers))) > 1:

@@ -127,9 +127,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
         turned = ctx.turned
-        output_grad = (
-            g.clone()
-        )  # autograd may use g's memory for a parameter's gradient, and add later microbatches there
+        # A copy: autograd may use g's memory for a parameter's gradient, and add later microbatches there.
+        output_grad = g.clone()
 
         def gradient() -> Tensor:
             inputs, grads = x.reshape(-1, x.shape[-1]), output_grad.reshape(-1, g.shape[-1])
