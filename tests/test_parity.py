@@ -770,3 +770,43 @@ def leaves_a_hook() -> None:
 def test_what_an_earlier_task_left_in_one_worker_does_not_decide_a_check(check: Check, workers: LocalWorkers) -> None:
     workers.run(leaves_a_hook, ranks=1)
     assert check(Shifted, batch(), DATA, steps=2)
+
+
+# --- another optimizer ------------------------------------------------------------------------------------------------
+
+
+class OwnNorm(torch.optim.SGD):
+    """Divides all gradients by a norm of all. ``at_hand``: a module among its attributes, with which no twin of it is tried."""
+
+    def __init__(self, parameters: Any, at_hand: nn.Module | None = None) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.at_hand = at_hand
+
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for g in gradients:
+            g.div_(norm)
+        super().step(closure)
+
+
+def twice_as_fast_in_a_job(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1 if in_a_job() else 0.05)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2"])
+def test_an_optimizer_that_is_passed_is_the_one_of_both_sides(check: Check, mesh: str) -> None:
+    assert check(Small, batch(), mesh, optimizer=partial(torch.optim.Adagrad, lr=0.05))
+    report = check(Small, batch(), mesh, optimizer=twice_as_fast_in_a_job)
+    assert not report and max(report.errors["gradients"].values()) < 1e-9, report
+
+
+def test_an_optimizer_that_is_right_over_dims_alone(check: Check) -> None:
+    assert check(Small, batch(), TP, optimizer=OwnNorm)
+    with pytest.raises(mw.PlanError, match="changes with the gradients of others"):
+        check(Small, batch(), "pp=2", optimizer=OwnNorm)
+    report = check(Small, batch(), "pp=2", optimizer=partial(OwnNorm, at_hand=nn.Identity()))
+    assert not report and max(report.errors["gradients"].values()) < 1e-9 < max(report.errors["parameters"].values()), (
+        report
+    )
+    assert any("was not tried on small tensors" in note for note in report.notes), report.notes

@@ -80,14 +80,13 @@ def test_gradients_of_a_model_in_one_part_are_not_refused(workers: Any) -> None:
 
 
 class OwnNorm(torch.optim.SGD):
-    """Scales all gradients by a norm of its own over all that it was given."""
+    """Scales all gradients by a norm of its own, in a method beside ``step``, which alone is tried (``coupled_updates``)."""
 
-    def step(self, closure: Any = None) -> None:
+    def scale(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.cat([g.flatten() for g in grads]).norm()
         for g in grads:
             g.div_(norm)
-        super().step(closure)
 
 
 def recorded(folder: str, mesh: str) -> None:
@@ -100,12 +99,14 @@ def recorded(folder: str, mesh: str) -> None:
             loss = model(rows())
             loss.backward()
             rec.loss(loss, batch=rows())
+            optimizer.scale()
             optimizer.step()
         return
     job = mw.parallelize(Tower, mesh, batch=rows())
     optimizer = OwnNorm(job.parameters(), lr=0.01)
     with mw.record(job, folder, optimizer=optimizer) as rec:
         rec.loss(job.step(rows()), batch=rows())
+        optimizer.scale()
         optimizer.step()
 
 
@@ -115,4 +116,4 @@ def test_a_norm_of_an_optimizer_s_own_over_stages_shows_in_a_recording(workers: 
         workers.run(recorded, str(tmp_path / mesh), mesh, ranks=2)
         verdict = mw.compare_recordings(tmp_path / "one", tmp_path / mesh)
         assert bool(verdict) is right, str(verdict)
-        assert right or "update" in str(verdict)
+        assert right or "blocks.1.bias" in str(verdict)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from meshwright.deferred import Build
 from meshwright.errors import Findings as Problems
-from meshwright.parity.case import Case
+from meshwright.parity.case import Case, MakeOptimizer
 from meshwright.parity.compare import KINDS, Findings, compare
 from meshwright.parity.one_device import Reference, reference
 from meshwright.parity.own_types import MARGIN, own_findings, own_reference
@@ -61,6 +61,7 @@ def check(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
     steps: int = 3,
+    optimizer: MakeOptimizer | None = None,
     timeout: float = 120.0,
 ) -> Report:
     """Compares a model under a plan with the same model on one device. Call it from a plain process.
@@ -84,6 +85,9 @@ def check(
             raises in float64; then the plan's own types.
         tolerance: largest relative error. Default: 1e-9 in float64, 1e-4 in float32.
         steps: number of optimizer steps.
+        optimizer: makes the optimizer of a list of parameters, as ``functools.partial(Mine, lr=0.1)``: of a model's parameters
+            on one device, of the job's under the plan. Default: SGD with momentum, which shows a wrong gradient best; Adam
+            divides a gradient by its own size, so that one of pure rounding errors gives a large update.
         timeout: seconds that each side may take for a step.
 
     Returns:
@@ -95,7 +99,7 @@ def check(
     """
     started, plan, batch = time.monotonic(), Plan.parse(plan), plain(batch)
     plan.check_mesh()
-    case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed)
+    case = Case(build, batch, loss or output_loss, dtype or torch.float64, steps, plan.seed, optimizer=optimizer)
     _refuse(case, plan, workers)
     with ExitStack() as stack:
         pool = workers or stack.enter_context(local_workers(plan.mesh.size))
@@ -230,7 +234,7 @@ def _outcome(pool: LocalWorkers, case: Case, plan: Plan, timeout: float) -> Outc
 def _refuse(case: Case, plan: Plan, workers: LocalWorkers | None) -> None:
     """Raises PlanError for arguments that cannot be run."""
     findings = Problems("this check")
-    for name in ("build", "batch", "loss"):
+    for name in ("build", "batch", "loss", "optimizer"):
         _must_pickle(name, getattr(case, name), findings)
     if case.dtype not in TOLERANCES:
         findings.add(

@@ -9,12 +9,13 @@ get its rows permuted, and every second one has one row twice: a model that keep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.deferred import Build
 from meshwright.runtime.apply import cast_type
@@ -22,6 +23,9 @@ from meshwright.runtime.rows.batch import copied, has_rows, mapped, place_rows, 
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.submesh import bounds
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Parameters → an optimizer of them: a class of ``torch.optim``, or a ``functools.partial`` of one."""
 
 _FIRST = 2  # forwards that get the batch itself
 
@@ -41,6 +45,7 @@ class Case:
         training: False: the model is put in eval mode.
         dropout: whether the model keeps its dropout.
         same: whether every forward gets the same rows.
+        optimizer: of parameters; None: SGD with momentum (``parity.optimizer``).
     """
 
     build: Build
@@ -53,6 +58,7 @@ class Case:
     training: bool = True
     dropout: bool = False
     same: bool = False
+    optimizer: MakeOptimizer | None = None
 
     def forwards(self, step: int) -> int:
         """Number of forwards and backwards in a step: two in one of the steps, which accumulates gradients, else one."""

@@ -142,7 +142,7 @@ def train(model: nn.Module, run: nn.Module, case: Case, step: Callable[[], Tenso
         run: has the forward that ``step`` runs, and the buffers. It may be ``model``.
         step: runs one forward and backward, and returns the loss.
     """
-    optimizer = sgd(model.parameters())
+    optimizer = (case.optimizer or sgd)(model.parameters())
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
     buffers = []

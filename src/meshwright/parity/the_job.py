@@ -79,7 +79,7 @@ def _differing_buffers(of_rank_0: dict[str, Tensor], job: Job) -> dict[str, Tens
 
 def _train(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
     """Runs the steps of a case. The facts are complete on rank 0 alone, which whole values are gathered to."""
-    optimizer = LocalSGD(job)
+    optimizer = LocalSGD(job) if case.optimizer is None else case.optimizer(job.parameters())
     losses: list[float] = []
     gradients: dict[str, Tensor | None] = {}
     fallbacks: list[tuple[int, str]] = []

@@ -29,6 +29,7 @@ from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import StepAgreement
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
+from meshwright.runtime.weights.coupled_updates import refuse_coupled_updates
 from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
@@ -69,8 +70,10 @@ class Job:
         self._steps = Steps(runner, self._division, self.guard, agreement, self._end)
         self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
+        self._optimizer_notes: list[str] = []
         if self.recipe.in_parts:
             scaled_together(self._held, ShardedModel.parameters, self.groups.device)
+            refuse_coupled_updates(self._held, ShardedModel.parameters, self._optimizer_notes.append)
         self.parts = 0
         runner.switches.note()  # hooks on modules so far are this library's
 
@@ -297,7 +300,7 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since planning."""
         programs = self._programs.notes if self._programs is not None else ()
-        return (*self.recipe.notes, *self._steps.notes, *programs)
+        return (*self.recipe.notes, *self._steps.notes, *programs, *self._optimizer_notes)
 
     # --- inspection -------------------------------------------------------------------------------------------------
 
