@@ -247,6 +247,36 @@ def parameter_sums_are_wide() -> tuple[Tensor, Tensor]:
     return tuple(found)  # type: ignore[return-value]
 
 
+def writes_to_what_moved(rows: int, dtype: torch.dtype) -> list[str]:
+    """Each move whose result, or a slice of it, cannot be written in place."""
+    axis = make_work().axis
+    layout, columns = even_shard(0, rows, axis.size), even_shard(1, 6, axis.size)
+    whole = torch.ones(rows, 6, dtype=dtype, requires_grad=True)
+    piece = layout.take(whole, axis.rank)
+    moves: dict[str, Any] = {
+        "copy_in": lambda: redistribute.copy_in(whole, axis),
+        "all_reduce": lambda: redistribute.all_reduce(whole, axis),
+        "reduce_scatter": lambda: redistribute.reduce_scatter(whole, axis, layout),
+        "reduce_scatter of columns": lambda: redistribute.reduce_scatter(whole, axis, columns),
+        "all_gather": lambda: redistribute.all_gather(piece, axis, layout),
+        "all_gather_in": lambda: redistribute.all_gather_in(piece, axis, layout),
+        "all_gather of columns": lambda: redistribute.all_gather(columns.take(whole, axis.rank), axis, columns),
+        "keep_slice": lambda: redistribute.keep_slice(whole, axis, layout),
+        "all_to_all": lambda: redistribute.all_to_all(piece, axis, layout, columns),
+        "keep_first": lambda: redistribute.keep_first(whole, axis),
+    }
+    wrong = []
+    for name, move in moves.items():
+        try:
+            moved = move()
+            moved.mul_(2)
+            move()[:1].mul_(2)
+            moved.abs().sum().backward()
+        except RuntimeError as error:
+            wrong.append(f"{name}: {error}")
+    return wrong
+
+
 # ---- the tests ----
 
 
@@ -268,6 +298,13 @@ def test_gradients_along_any_path_are_those_of_one_device(workers: LocalWorkers,
 def test_a_move_and_its_conjugate_give_the_derivatives_of_one_device(workers: LocalWorkers, name: str) -> None:
     for errors in workers.run(pair, name, ranks=3):
         assert max(max(e) for e in errors) < 1e-11, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("rows", [4, 5])
+def test_what_moved_is_written_in_place(workers: LocalWorkers, rows: int, dtype: torch.dtype) -> None:
+    for wrong in workers.run(writes_to_what_moved, rows, dtype, ranks=2):
+        assert not wrong, "\n".join(wrong)
 
 
 def test_the_ledger_counts_calls_and_the_bytes_this_rank_puts_in(workers: LocalWorkers) -> None:

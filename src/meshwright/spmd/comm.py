@@ -138,7 +138,7 @@ class Axis:
             self._enter("all_reduce", x, x.shape)
             out = _carried(x).clone(memory_format=torch.contiguous_format)
             _add_up(out, op, self.group, self.ledger.heard)
-            return _delivered(out, x.dtype)
+            return _no_view(_delivered(out, x.dtype)) if out.dtype is not x.dtype else out
 
     @locally
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
@@ -150,7 +150,7 @@ class Axis:
         gather_single(received, sent, group=self.group)
         chunks = received.view(x.dtype).view(self.size, *padded.shape)
         if layout.dim == 0 and layout.parts == 1 and len(set(layout.locals)) == 1:
-            return chunks.flatten(0, 1)  # they are the whole as they came
+            return _no_view(chunks.flatten(0, 1))  # they are the whole as they came
         return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks.unbind())])
 
     @locally
@@ -166,7 +166,7 @@ class Axis:
             )
         out = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
         scatter_single(out, sent, group=self.group)
-        return _delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype)
+        return _no_view(_delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype))
 
     @locally
     def all_to_all(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
@@ -264,6 +264,11 @@ def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(x.contiguous())
     return x.to(dtype) if dtype in _NARROW else x
+
+
+def _no_view(x: Tensor) -> Tensor:
+    """``x``, which autograd does not take for a view: the model may not write in place to a view that a Function returns."""
+    return x.detach()
 
 
 def _flat(x: Tensor) -> Tensor:
