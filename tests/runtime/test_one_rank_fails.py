@@ -40,9 +40,13 @@ def _raises(*_: Any) -> None:
     raise ValueError("a bad row")
 
 
+def rows_of_all() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
 def outcome(mesh: str, where: str, failing: int) -> tuple[str, str, float, str]:
     """The error of this rank's step, how long it took to come, and what the next step says."""
-    rows = torch.randn(4, 8)
+    rows = rows_of_all()
     job = mw.parallelize(Fails, {"mesh": mesh, "microbatches": 2}, batch={"x": rows}, loss=lambda y: y)
     job.step({"x": rows})
     if job.rank == failing:
@@ -108,7 +112,7 @@ def test_a_row_that_one_rank_cannot_read_ends_the_others(workers: LocalWorkers) 
 
 
 def interrupted(who: int) -> tuple[str, str]:
-    rows = torch.randn(4, 8)
+    rows = rows_of_all()
     job = mw.parallelize(Fails, "dp_shard=2", batch={"x": rows}, loss=lambda y: y)
     if job.rank == who:
         job.module.blocks[1].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))

@@ -169,7 +169,7 @@ class Leftovers:
         others = [m for m in modules if id(m) in plain and not is_scripted(m)]
         self._holders = [holder for m in others for holder in (vars(m), buffers_in(m))]
         self._values_then = _all_values(self._holders)
-        self._children = [vars(m)["_modules"] for m in modules]
+        self._children = [vars(m)["_modules"] for m in modules if not is_scripted(m)]
         self._children_then = [dict(children) for children in self._children]
 
     def _is_unchanged(self) -> bool:
