@@ -16,7 +16,7 @@ from meshwright.private import compiles
 
 
 def compiled_notes(model: nn.Module, mesh: Mesh, branches: bool) -> tuple[str, ...]:
-    """One note for the compiled parts of ``model``; none if no part is compiled. ``branches``: whether the plan has branches."""
+    """One note for the compiled parts of ``model``; none if no part is compiled. ``branches``: whether the plan has any."""
     names = [name or "the model" for name, module in model.named_modules() if compiles(module)]
     if not names:
         return ()
