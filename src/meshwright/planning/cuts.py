@@ -98,7 +98,7 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
 
 
 def _dim_of_style(style: Style, rank: int) -> int | None:
-    """The dim that a style cuts, of a parameter with ``rank`` dims; None for a vector (a bias) if the style is column or row."""
+    """The dim that a style cuts, of a parameter with ``rank`` dims; None for a vector (a bias) in style column or row."""
     if style.kind == "shard":
         return style.dim if style.dim is not None and style.dim < rank else None
     return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None

@@ -10,7 +10,7 @@ from meshwright.graph import ModelGraph
 from meshwright.names import few
 from meshwright.planning.branch import buffer_place
 from meshwright.planning.draft import Draft, Names
-from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
+from meshwright.planning.pipeline import choose_cuts, cut_positions, make_stages, no_cuts, stage_of
 
 Pinned = Mapping[int, frozenset[int]]
 """Position of an event → the stages it may be on."""
@@ -61,7 +61,7 @@ def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[i
     regions, sizes = draft.branches.regions, _bytes(draft.names)
     spans = regions.spans if regions is not None else ()
     for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
-        places = cut_places(graph, draft.blocks, spans, of_batch=of_batch)
+        places = cut_positions(graph, draft.blocks, spans, of_batch=of_batch)
         for among in (places.between_blocks, places.anywhere):
             cuts = choose_cuts(graph, among, count, sizes, pinned)
             if cuts is not None:
