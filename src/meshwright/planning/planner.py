@@ -95,9 +95,8 @@ class Reading(GlobalTensorMode):
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a custom ``autograd.Function``. Replicates each parameter that it gets as an argument and also reads from a
-        module: its backward may compute with one of the two tensors and ask for gradients of the other; only if the
-            parameter is
-        not cut, both are one tensor."""
+        module: its backward may compute with one of the two tensors and ask for gradients of the other, and both are one tensor
+        only if the parameter is not cut."""
         passed = {name for x in pytree.tree_leaves((args, kwargs)) if (name := self.planner.name_of(x)) is not None}
         read: set[str] = set()
 
