@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.structure import is_constant
 from meshwright.calls.tracer import Slot, memory_of, slot_tensors, slot_value, value_in
-from meshwright.described import laid
+from meshwright.described import tensor_meta
 from meshwright.graph import ROOT, ModelGraph, Path, Span
 from meshwright.planning.attribute_uses import AttributeUses, Use
 from meshwright.planning.kept import contents, has_memory
@@ -26,7 +26,7 @@ class KeptUses:
         touched      memory → the events that use and change it, in order. A ``Recorder`` adds to it.
         changed_in   call → the slots that it changed. A ``Recorder`` adds to it.
         _carried     slot → the memories of the tensors that it held before the forward.
-        _kept        slot → its content before the forward; ``_laid``: if that is a plain tensor, its shape, strides and dtype.
+        _kept        slot → its content before the forward; ``_tensor_meta``: if that is a plain tensor, its shape, strides and dtype.
 
     Args:
         changed: the slots that the forward changes.
@@ -43,7 +43,9 @@ class KeptUses:
         }  # looked up once: each call reads all slots
         self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
         self._kept = {slot: slot_value(model, slot) for slot in changed}
-        self._laid = {slot: laid(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)}
+        self._tensor_meta = {
+            slot: tensor_meta(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)
+        }
 
     def contents(self) -> dict[Slot, Any]:
         """Slot → identities of what it holds now, see ``contents``."""
@@ -84,8 +86,10 @@ class KeptUses:
 
     def reshaped(self) -> list[Slot]:
         """The slots whose tensor has another shape, stride or dtype after the forward: Python may act on that in the next."""
-        after = {slot: slot_value(self._model, slot) for slot in self._laid}
-        return [slot for slot, t in after.items() if isinstance(t, Tensor) and laid(t) != self._laid[slot]]
+        after = {slot: slot_value(self._model, slot) for slot in self._tensor_meta}
+        return [
+            slot for slot, t in after.items() if isinstance(t, Tensor) and tensor_meta(t) != self._tensor_meta[slot]
+        ]
 
     def _is_repeated(self, slot: Slot) -> bool:
         """Whether every stage can change its own copy of a slot: the slot holds a Python constant, and no call that changes it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.described import Laid, described, laid, tensors_among
+from meshwright.described import TensorMeta, described, tensor_meta, tensors_among
 from meshwright.planning.assumed import to_meta
 from meshwright.planning.meeting import Meeting
 from meshwright.planning.shadow import Shadow, is_plain_meta
@@ -30,7 +30,7 @@ class Asked:
         others: functions that returned something else than a tensor in new memory. They are not cached.
     """
 
-    known: dict[Any, Laid] = field(default_factory=dict)
+    known: dict[Any, TensorMeta] = field(default_factory=dict)
     others: set[Any] = field(default_factory=set)
 
 
@@ -71,7 +71,7 @@ class KnownShapes(Meeting):
         noted = self._shadow.noted()
         result = super().met(func, name, args, kwargs)
         if self._shadow.noted() == noted and _is_fresh(result, tensors):
-            self._asked.known[key] = laid(result)
+            self._asked.known[key] = tensor_meta(result)
         else:
             self._asked.others.add(func)
         return result
@@ -115,7 +115,7 @@ def _is_fresh(result: Any, tensors: list[Tensor]) -> bool:
     if not is_plain_meta(result) or storage_of(result) in set(map(storage_of, tensors)):
         return False
     with without_dispatch():
-        like = laid(result).on_meta()
+        like = tensor_meta(result).on_meta()
     return not result.storage_offset() and result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshwright.blame import model_line
-from meshwright.described import Laid, described, laid, made_again, tensors_among
+from meshwright.described import TensorMeta, described, from_description, tensor_meta, tensors_among
 from meshwright.planning.assumed import (
     ASSUMED,
     CONTRARY,
@@ -264,16 +264,16 @@ def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
     except (_UnknownError, TypeError):  # a TypeError: an argument cannot be hashed
         return func(*args, **kwargs)
-    return outputs.on_meta() if isinstance(outputs, Laid) else tuple(x.on_meta() for x in outputs)
+    return outputs.on_meta() if isinstance(outputs, TensorMeta) else tuple(x.on_meta() for x in outputs)
 
 
 @lru_cache(maxsize=16384)
-def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | tuple[Laid, ...]:
+def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> TensorMeta | tuple[TensorMeta, ...]:
     """The results of an op for arguments given by their descriptions. Raises _UnknownError if a result is no plain tensor."""
-    outputs = func(*made_again(args), **made_again(kwargs))
+    outputs = func(*from_description(args), **from_description(kwargs))
     if not all(map(is_plain_meta, outputs if isinstance(outputs, tuple) else (outputs,))):
         raise _UnknownError
-    return tuple(map(laid, outputs)) if isinstance(outputs, tuple) else laid(outputs)
+    return tuple(map(tensor_meta, outputs)) if isinstance(outputs, tuple) else tensor_meta(outputs)
 
 
 def is_plain_meta(t: Any) -> bool:
