@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshwright.layout import Shard
-from meshwright.private import held_of, pytree, storage_of, unhooked, version
+from meshwright.private import pytree, raw_local, storage_of, unhooked, version
 from meshwright.replay.nodes import Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
@@ -410,7 +410,7 @@ class _Known:
 
     def __init__(self, p: DTensor, part: Tensor, expected: Expected) -> None:
         self._parameter = p  # no weak reference: torch refuses to swap a tensor that has one, and parametrize swaps
-        self._storage_tensor, self._part = weakref.ref(held_of(p)), weakref.ref(part)
+        self._storage_tensor, self._part = weakref.ref(raw_local(p)), weakref.ref(part)
         self._form, self._trains = expected.form, expected.trains
 
     @classmethod
@@ -419,14 +419,14 @@ class _Known:
         if not isinstance(p, DTensor) or expected.moves or not unhooked(p):
             return None
         local = local_of(part)
-        lasts = local.is_leaf and storage_of(local) == storage_of(held_of(p))
+        lasts = local.is_leaf and storage_of(local) == storage_of(raw_local(p))
         return cls(p, part, expected) if lasts else None
 
     def part(self, p: Any) -> Tensor | None:
         """The local part of ``p``; None if it may have changed. Function modes must be off."""
         if p is None or p is not self._parameter or p.requires_grad is not self._trains:
             return None
-        if held_of(p) is not self._storage_tensor():
+        if raw_local(p) is not self._storage_tensor():
             return None
         part: Any = self._part()
         if part is None or not unhooked(p):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.private import held_of, hooked, without_modes, wrapping
+from meshwright.private import hooked, raw_local, without_modes, wrapping
 from meshwright.runtime.weights.parameters import like, local_tensor
 from meshwright.spmd.comm import locally
 
@@ -83,7 +83,7 @@ def _taking(p: DTensor) -> Take:
         elif torch.is_grad_enabled():
             p.grad = like(p, local_tensor(before) + g)
         else:
-            held_of(before).add_(g)
+            raw_local(before).add_(g)
 
     return take
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Finding, Findings
-from meshwright.private import any_backward_hooks, each_held, held_of, storage_of, storages_of
+from meshwright.private import any_backward_hooks, raw_local, raw_locals, storage_of, storages_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import places
@@ -57,7 +57,7 @@ class Placed:
         self._note_held()
 
     def _note_held(self) -> None:
-        self._held_then, self._trains = each_held(self._dtensors), [*map(_TRAINS, self._dtensors)]
+        self._held_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
         self.same = None if self._by_fsdp else object()
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Placed:
         return any_backward_hooks(self._each)
 
     def _holds_the_same(self) -> bool:
-        same_tensors = map(is_, each_held(self._dtensors), self._held_then)
+        same_tensors = map(is_, raw_locals(self._dtensors), self._held_then)
         return all(same_tensors) and [*map(_TRAINS, self._dtensors)] == self._trains
 
     def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
@@ -164,7 +164,7 @@ def _alike(p: Tensor, before: Tensor) -> bool:
     """Whether a parameter has the same type, layout, shape and device as another, so that it can replace it."""
     if isinstance(p, DTensor) and isinstance(before, DTensor):
         layouts = p.device_mesh == before.device_mesh and p.placements == before.placements
-        return layouts and held_of(p).shape == held_of(before).shape
+        return layouts and raw_local(p).shape == raw_local(before).shape
     return type(p) is type(before) and p.shape == before.shape and p.device == before.device
 
 
