@@ -228,16 +228,16 @@ def raw_local(p: Any) -> Tensor:
 
 
 def raw_locals(parameters: Iterable[Any]) -> list[Tensor]:
-    """``raw_local`` of each. Every step asks it of all parameters."""
-    return list(map(_HELD, parameters))
+    """``raw_local`` of each. Called for all parameters in every step."""
+    return list(map(_RAW_LOCAL, parameters))
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int]:
-    """``storage_of`` each, outside of transforms of ``torch.func``. Every step asks it of all parameters."""
+    """``storage_of`` each, outside of transforms of ``torch.func``. Called for all parameters in every step."""
     return list(map(_STORAGE, map(Tensor.untyped_storage, tensors)))
 
 
-_HELD, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
+_RAW_LOCAL, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
 
 
 def has_gradient(t: Tensor) -> bool:

@@ -73,22 +73,22 @@ class Regions:
     """The place of each event, and the forks and joins in the order in which they run."""
 
     places: tuple[int, ...]
-    moves: tuple[Fork | Join, ...]
+    forks_and_joins: tuple[Fork | Join, ...]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """(first event, position of the join) of each region."""
-        return [(m.first, m.position) for m in self.moves if isinstance(m, Join)]
+        return [(m.first, m.position) for m in self.forks_and_joins if isinstance(m, Join)]
 
     @property
     def spans_of_several(self) -> list[tuple[int, int]]:
         """``spans`` of the regions in which several branches run."""
-        return [(m.first, m.position) for m in self.moves if isinstance(m, Join) and len(m.branches) > 1]
+        return [(m.first, m.position) for m in self.forks_and_joins if isinstance(m, Join) and len(m.branches) > 1]
 
     def alone(self) -> dict[int, Join]:
         """Branch → its last join, for branches that share no region with another branch."""
         last_joins: dict[int, Join] = {}
-        joins = [m for m in self.moves if isinstance(m, Join)]
+        joins = [m for m in self.forks_and_joins if isinstance(m, Join)]
         together = {b for j in joins if len(j.branches) > 1 for b in j.branches}
         for join in joins:
             for branch in join.branches:
@@ -323,7 +323,7 @@ class _Around:
         self.first, self.last = span  # ``first``: where the current region begins
         self.homes: dict[int, int] = {}  # value → the branch that made it, in an earlier region
         self.forked: set[int] = set()  # values that have been forked, once for all later takers
-        self.moves: list[Fork | Join] = []
+        self.forks_and_joins: list[Fork | Join] = []
 
     def find(self) -> list[Fork | Join]:
         """The forks and joins, in the order of the program."""
@@ -341,7 +341,7 @@ class _Around:
                 made |= dict.fromkeys(self.graph.made(p), branch)
             p += 1
         self._close(self.last)
-        return self.moves
+        return self.forks_and_joins
 
     def _end(self, position: int, made: Mapping[int, int]) -> int:
         """Where a region ends, if the event at ``position`` takes values that other branches made in it.
@@ -395,9 +395,9 @@ class _Around:
             made |= dict.fromkeys(new, branch)
         self.first = end
         if branches:
-            self.moves += self._forked(taken, min(branches.values()))
+            self.forks_and_joins += self._forked(taken, min(branches.values()))
             self.homes |= made
-            self.moves.append(self._joined(made, branches, end))
+            self.forks_and_joins.append(self._joined(made, branches, end))
 
     def _forked(self, taken: Mapping[int, int], begun: int) -> list[Fork]:
         """The forks of a region, as few as possible.

@@ -54,7 +54,8 @@ def first_wait(regions: Regions, places: Submeshes, graph: ModelGraph, join: Joi
         (the event's position, the value's number), or None if there is no such event.
     """
     joins = sorted(
-        (m for m in regions.moves if isinstance(m, Join) and m.around == join.around), key=lambda m: m.position
+        (m for m in regions.forks_and_joins if isinstance(m, Join) and m.around == join.around),
+        key=lambda m: m.position,
     )
     ended = joins[max(0, joins.index(join) - (join is joins[-1]))]
     homes = dict(ended.values)

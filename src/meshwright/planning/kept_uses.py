@@ -26,7 +26,7 @@ class KeptUses:
         touched      memory → the events that use and change it, in order. A ``Recorder`` adds to it.
         changed_in   call → the slots that it changed. A ``Recorder`` adds to it.
         _carried     slot → the memories of the tensors that it held before the forward.
-        _kept        slot → its content before the forward; ``_tensor_meta``: if that is a plain tensor, its shape, strides and dtype.
+        _kept        slot → its content before the forward; ``_tensor_meta``: the ``TensorMeta`` of a plain tensor.
 
     Args:
         changed: the slots that the forward changes.
