@@ -286,7 +286,7 @@ class ModelGraph:
         """(path of the call, index of the event in it) → position."""
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
-    def made(self, position: int) -> list[int]:
+    def values_made_by(self, position: int) -> list[int]:
         """The values that an event made, without those that it returned unchanged (as a dropout does that is off)."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]

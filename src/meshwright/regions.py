@@ -197,8 +197,8 @@ def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[i
             event_places[p] = _absorbed(p, value_place, joins_before, places, graph)
         around = places.chain(event_places[p])
         after = max((joins_before.get(n, 0) + (value_place.get(n, 0) not in around) for n in event.inputs), default=0)
-        value_place |= dict.fromkeys(graph.made(p), event_places[p])
-        joins_before |= dict.fromkeys(graph.made(p), after)
+        value_place |= dict.fromkeys(graph.values_made_by(p), event_places[p])
+        joins_before |= dict.fromkeys(graph.values_made_by(p), after)
     _move_to_takers(graph, event_places, fixed, places)
     return event_places
 
@@ -222,7 +222,7 @@ def _move_to_takers(graph: ModelGraph, event_places: list[int], fixed: Sequence[
         )
     outside = {*graph.returned, *graph.calls[ROOT].outputs}
     for p in range(end - 1, -1, -1):
-        inputs, made = graph.events[p].inputs, graph.made(p)
+        inputs, made = graph.events[p].inputs, graph.values_made_by(p)
         takers = {event_places[q] for n in made for q in graph.consumers.get(n, ())}
         if not free[p] or len(takers) != 1 or outside.intersection(made):
             continue
@@ -338,7 +338,7 @@ class _Around:
                 made = {}
                 branch = self.branch[p]
             if branch is not None:
-                made |= dict.fromkeys(self.graph.made(p), branch)
+                made |= dict.fromkeys(self.graph.values_made_by(p), branch)
             p += 1
         self._close(self.last)
         return self.forks_and_joins
@@ -387,7 +387,7 @@ class _Around:
                 continue
             event = self.graph.events[p]
             branches.setdefault(branch, p)
-            new = self.graph.made(p)
+            new = self.graph.values_made_by(p)
             for n in event.inputs if new or event.reads else ():
                 # (A value that first occurs here is a tensor that a module keeps: a buffer that only the branch has.)
                 if n not in made and n not in new and n not in self.forked and self.homes.get(n) != branch:

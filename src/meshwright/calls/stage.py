@@ -171,7 +171,7 @@ class StageProgram:
         """``RUN``, ``STUB`` or ``OPEN`` for a call."""
         graph, visible = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
         inside = range(call.start, call.stop)
-        values = [n for p in inside for n in graph.made(p)]
+        values = [n for p in inside for n in graph.values_made_by(p)]
         used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.runs, inside))
         if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws
@@ -209,6 +209,6 @@ class StageProgram:
 
     def _taken(self, call: Call) -> int:
         """The first position after a call at which something takes one of its values."""
-        values = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
+        values = [n for p in range(call.start, call.stop) for n in self.graph.values_made_by(p)]
         later = [p for n in values for p in self.graph.consumers.get(n, ()) if p >= call.stop]
         return min(later, default=len(self.graph.events))

@@ -97,7 +97,7 @@ def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findi
     calls = sorted((c for c in graph.calls.values() if c.module in streams), key=lambda c: c.start)
     beside: set[str] = set()
     for i, call in enumerate(calls):
-        values = [n for p in range(call.start, call.stop) for n in graph.made(p)]
+        values = [n for p in range(call.start, call.stop) for n in graph.values_made_by(p)]
         uses_after = (p for n in values for p in graph.consumers.get(n, ()) if p >= call.stop)
         first_use = min(uses_after, default=len(graph.events))
         for other in calls[i + 1 :]:

@@ -179,7 +179,7 @@ def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
     first = next((p for p in range(count) if steps[0][p] != steps[1][p]), count)
     alike = next((p for p in range(count - first) if steps[0][-1 - p] != steps[1][-1 - p]), count - first)
     stop = len(graph.events) - alike
-    uses = [q for p in range(first, stop) for n in graph.made(p) for q in graph.consumers.get(n, ())]
+    uses = [q for p in range(first, stop) for n in graph.values_made_by(p) for q in graph.consumers.get(n, ())]
     if first >= stop:
         return []
     return [_span(graph, [first, stop - 1, *uses], "what is called follows from a size that follows from values")]
@@ -220,7 +220,7 @@ def _looked_into(graph: ModelGraph, call: Call) -> bool:
         return True
     inside = range(call.start, call.stop)
     returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)} - {*call.stashed}
-    unreturned = (n for p in inside for n in graph.made(p) if n not in returned)
+    unreturned = (n for p in inside for n in graph.values_made_by(p) if n not in returned)
     return any(p not in inside for n in unreturned for p in graph.consumers.get(n, ()))
 
 
@@ -275,7 +275,7 @@ def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
             continue
         inside = range(call.start, call.stop)
         returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        unreturned = {n: p for p in inside for n in graph.made(p) if n not in returned}
+        unreturned = {n: p for p in inside for n in graph.values_made_by(p) if n not in returned}
         uses = [
             (position, p) for n, position in unreturned.items() for p in graph.consumers.get(n, ()) if p >= call.stop
         ]

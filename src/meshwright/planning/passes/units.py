@@ -177,5 +177,5 @@ def keep_units_in_branches(draft: Draft) -> Draft:
 
 def _results(graph: ModelGraph, call: Call) -> set[int]:
     """The values with a gradient that a call makes and that are returned or used after it."""
-    values = {n for p in range(call.start, call.stop) for n in graph.made(p) if graph.values[n].requires_grad}
+    values = {n for p in range(call.start, call.stop) for n in graph.values_made_by(p) if graph.values[n].requires_grad}
     return {n for n in values if n in call.outputs or any(p >= call.stop for p in graph.consumers.get(n, ()))}
