@@ -90,17 +90,17 @@ class Recorder(Tracer):
         graph, module = self.graph, forward.module
         call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
         call.leaf = next(module.children(), None) is None
-        call.given = (args, kwargs)
-        call.taken = tuple(tensors_of(call.given))
+        call.arguments = (args, kwargs)
+        call.argument_tensors = tuple(tensors_of(call.arguments))
         self._entered[path] = self.memory.ticks
-        arguments = set(map(id, call.taken))
-        before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
+        arguments = set(map(id, call.argument_tensors))
+        before, lists, tick = self._state(call.arguments), lists_in(call.arguments), self.memory.ticks
         lengths = [len(x) for x in lists]
         numbers = host_drawn(self._generators_of_host) if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        (containers, slots), (containers_now, slots_now) = before, self._state(call.given)
+        (containers, slots), (containers_now, slots_now) = before, self._state(call.arguments)
         call.visible = containers != containers_now or self._wrote_to_the_batch(tick)
         self.kept.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.draws_host = graph.draws and host_drawn(self._generators_of_host) != numbers
@@ -132,7 +132,7 @@ class Recorder(Tracer):
                  if graph.events[p].path == call.path and graph.events[p].reads and graph.events[p].inputs]  # fmt: skip
         if not reads or call.path == ROOT:
             return result
-        arguments = [n for t in tensors_of(call.given) if (n := self.number(t)) is not None]
+        arguments = [n for t in tensors_of(call.arguments) if (n := self.number(t)) is not None]
         event = graph.events[reads[-1]]
         graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *arguments))))
         result = map_tensors(self._as_value, result)  # the value that was read decides which tensor is returned

@@ -47,7 +47,7 @@ def rows_of(batch: Any) -> int | None:
 
 def rows_of_batch(graph: ModelGraph) -> int | None:
     """The number of rows of the batch with which ``graph`` was recorded; None if unknown."""
-    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]
+    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].arguments) if t.dim()]
     return sizes[0] if sizes else None
 
 
@@ -124,18 +124,18 @@ def _alike(all_rows: _Constants, some_rows: _Constants) -> bool:
 
 
 def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
-    inputs = [t for t in tensors_of(call.given) if rows.has(t)]
+    inputs = [t for t in tensors_of(call.arguments) if rows.has(t)]
     outputs = tensors_of(call.returned)
-    if not inputs or not all(map(rows.has, outputs)) or not _plain(call.given):
+    if not inputs or not all(map(rows.has, outputs)) or not _plain(call.arguments):
         return False
     try:
         with torch.no_grad(), Shadow(), Meeting():
-            if not rows.cut_apart(module, call.given):
+            if not rows.cut_apart(module, call.arguments):
                 return False
-            args, kwargs = rows.some(call.given)
+            args, kwargs = rows.some(call.arguments)
             with _Constants() as some_rows:
                 some_outputs = tensors_of(module(*args, **kwargs))
-            args, kwargs = call.given
+            args, kwargs = call.arguments
             with _Constants() as all_rows:
                 module(*args, **kwargs)
     except Exception:  # a module may fail on fewer rows: then it gets all
