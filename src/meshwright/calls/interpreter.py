@@ -91,9 +91,8 @@ class StageInterpreter(Tracer):
 
     def replaced(self, number: int, now: Tensor) -> None:
         """See ``Tracer``."""
-        if (
-            self.program.forks_and_joins
-        ):  # a fork gives the same value on all ranks, whether or not they have the hooked module
+        # A fork gives the same value on all ranks, whether or not they have the hooked module.
+        if self.program.forks_and_joins:
             self.name_value(now, number)
         else:
             self.keep(now, number)

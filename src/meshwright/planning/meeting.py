@@ -93,9 +93,8 @@ class Meeting(FunctionMode):
         super().__init__()
         self._origins = origins
         self.known, self.differentiates = 0, False
-        self._types: dict[
-            Any, torch.dtype
-        ] = {}  # function and dtypes of its arguments → its result's dtype under autocast
+        # Function and dtypes of its arguments → its result's dtype under autocast.
+        self._types: dict[Any, torch.dtype] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +127,7 @@ class Meeting(FunctionMode):
             return NotImplemented
         if (
             func == _DEVICE
-        ):  # tensors that the model makes on this device must be real; ``torch.autocast(x.device.type)`` works
+        ):  # tensors that the model makes on this device are real; ``torch.autocast(x.device.type)`` works
             return torch.device("cpu")
         if func is Tensor.type:
             return _type(*args, **kwargs)

@@ -236,9 +236,8 @@ def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequ
     """The error for a forward that goes another way than the one before it."""
     events = [[e for e in g.events if e.path == path] for g in (graph, following)]
     pairs = enumerate(zip(*events, strict=False))
-    first = next(
-        (i for i, (a, b) in pairs if a.function != b.function), min(map(len, events))
-    )  # the first that differs
+    differing = (i for i, (a, b) in pairs if a.function != b.function)
+    first = next(differing, min(map(len, events)))
     line = next((e[first].line for e in events[::-1] if first < len(e)), "")
     names = ", ".join(".".join(filter(None, slot)) for slot in slots[:3])
     return PlanError.of(
@@ -256,10 +255,8 @@ def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
     for call in graph.calls.values():
         if call.path != ROOT and has_backward_hooks(model.get_submodule(call.module)):
             inside = [call.start, call.stop - 1]
-            for beside in (
-                call.start - 1,
-                call.stop,
-            ):  # torch's own ``view_as``, by which it sees the backward reach the module
+            # Torch's own ``view_as``, by which it sees the backward reach the module.
+            for beside in (call.start - 1, call.stop):
                 event = graph.events[beside] if 0 <= beside < len(graph.events) else None
                 if event is not None and (event.path, event.function) == (call.path[:-1], "view_as"):
                     inside.append(beside)

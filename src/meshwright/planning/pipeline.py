@@ -67,10 +67,8 @@ def cut_positions(
             close(call.start + 1, call.stop, closed)
         if call.module in blocks:
             close(call.start + 1, call.stop, in_block)
-    for (
-        start,
-        stop,
-    ) in graph.segments.values():  # a checkpoint that is cut does not recompute: its activations stay in memory
+    # A checkpoint that is cut does not recompute: its activations stay in memory.
+    for start, stop in graph.segments.values():
         close(start + 1, stop, in_block)
     for start, stop in regions:
         close(start + 1, stop, closed)

@@ -179,9 +179,8 @@ class Planner:
         self.refused: dict[str, str] = {}
         self.memory: dict[int, str] = {}
         self.differentiates = False
-        self._alive: list[
-            Tensor
-        ] = []  # tensors whose storages are in ``memory``: their addresses must not be used again
+        # Tensors whose storages are in ``memory``: their addresses must not be used again.
+        self._alive: list[Tensor] = []
         self.uses: Uses | None = None
         self._asked: set[str] | None = None
         self._known: dict[tuple[Any, ...], Decided] = {}
@@ -258,9 +257,8 @@ class Planner:
         """The cut of dim ``dim`` of a parameter, by its style. None if it is not possible: then its family is replicated."""
         style = self.style(name)
         cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        if (
-            isinstance(cut, str) and style.forced
-        ):  # the plan says to cut: ignore blocks and pieces that the forward showed
+        # The plan says to cut: ignore blocks and pieces that the forward showed.
+        if isinstance(cut, str) and style.forced:
             style = self.styles[name]
             cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
         if isinstance(cut, Shard):

@@ -191,9 +191,8 @@ class Recorder(Tracer):
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
         self._within.clear()
         result = _without_move(name, args, kwargs, func(*args, **kwargs))
-        with (
-            without_modes()
-        ):  # from here on we read facts of tensors ourselves, thousands of times: no mode is to see it
+        # From here on we read facts of tensors ourselves, thousands of times: no mode is to see it.
+        with without_modes():
             targets = _written_by(func, args, kwargs)
             named += (within := self._written_within(position, tick, tensors, targets))
             inputs += tuple(n for _, n in within)

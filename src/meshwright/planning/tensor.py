@@ -74,9 +74,8 @@ def infer_cuts(
         for dim in dims_of_style(kind, dims[group[0]]):
             styles = {**before, **{name: replace(before[name], kind="shard", dim=dim) for name in group}}
             tried[dim] = styles, follow(styles)
-            if kind in tried[dim][1].planner.roles.get(
-                group[0], [kind]
-            ):  # if no product uses it, the first dim is taken
+            roles = tried[dim][1].planner.roles.get(group[0], [kind])  # if no product uses it, the first dim is taken
+            if kind in roles:
                 break
         else:
             dim = next(iter(tried))

@@ -146,9 +146,8 @@ class Uses:
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
-        self._inputs: list[
-            tuple[str, Tensor, int | None]
-        ] = []  # (module of ``recomputed``, an input, its version counter)
+        # (Module of ``recomputed``, an input, its version counter.)
+        self._inputs: list[tuple[str, Tensor, int | None]] = []
         self.escapes = Escapes(candidates)
         self.swapped: dict[str, str] = {}
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}

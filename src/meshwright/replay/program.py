@@ -433,9 +433,8 @@ class _Known:
             return None
         if type(part) is GlobalTensor:
             return part if part._mw_spec is self._form and not part._mw_memo else None
-        return (
-            part if len(vars(part)) == 1 else None
-        )  # its only attribute says that it is a parameter: no memoized moves
+        # A plain part has one attribute, which says that it is a parameter. Others are memoized moves.
+        return part if len(vars(part)) == 1 else None
 
 
 def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:

@@ -116,9 +116,8 @@ def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
         # a unit, the others wait.
         always &= other.called.keys()
     if draft.cuts is not None and not draft.cuts.selects and not draft.drawn:
-        return (
-            set(uses.candidates) - always
-        )  # the forward has no masks that select: with empty masks it would be the same
+        # The forward has no masks that select: with empty masks it would be the same.
+        return set(uses.candidates) - always
     other, ended = _other_forward(draft, uses, Shadow(empty=True), asked)
     # The model may also fail on empty selections if it does not check for them. Then only units before the last one that it
     # reached can count as skipped.

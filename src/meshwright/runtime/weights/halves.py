@@ -49,9 +49,8 @@ class Halves(FunctionMode):
         super().__init__()
         self._low = low
         self._wide = {id(p): p for p in parameters}
-        self._casts: dict[
-            tuple[int, bool], Tensor
-        ] = {}  # this forward's casts: (id of a parameter, grad mode) → its cast
+        # This forward's casts: (id of a parameter, grad mode) → its cast.
+        self._casts: dict[tuple[int, bool], Tensor] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:

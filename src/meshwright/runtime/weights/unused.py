@@ -50,9 +50,8 @@ class Routed:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
         self._groups, self._sync = groups, sync
         self._filled: set[int] = set()
-        self._used: set[int] = (
-            set()
-        )  # had a gradient in at least one reduction: a unit that is called twice is reduced twice
+        # Had a gradient in at least one reduction: a unit that is called twice is reduced twice.
+        self._used: set[int] = set()
         self._earlier: set[int] = set()  # had a gradient before the step
         self._count = len(recipe.parameters)
         numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
