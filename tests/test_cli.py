@@ -23,7 +23,10 @@ from typer.testing import CliRunner
 from commands import meshwright
 from meshwright import cli
 from meshwright.cli import given, processes
+from meshwright.draw.plain import from_plain
+from meshwright.draw.topology import Topology, topology
 from meshwright.errors import Finding, PlanError
+from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.workers.pool import WorkerError
 
@@ -162,6 +165,19 @@ def test_show_a_file(file: str) -> None:
     assert "rows 12:16" in text  # of 16 rows: the second half by tp, its second half by dp_shard
 
 
+def test_show_the_nodes_and_what_goes_between_them(file: str) -> None:
+    arguments = ("show", f"{file}:model", "--mesh", "dp_shard=4,tp=2", "--nodes")
+    text = meshwright(*arguments, 2).output
+    assert "dp_shard=4 × tp=2: 8 ranks on 2 nodes" in text
+    assert "┌ node 0 ────────────────┐  ┌ node 1 ────────────────┐" in text
+    assert re.search(r"dp_shard +0 ─ 2 ═ 4 ─ 6 +between 2 nodes, 2 ranks on each", text)
+    assert re.search(r"tp +0 ─ 1 +within a node", text)
+    placed = from_plain(Topology, json.loads(meshwright(*arguments, 2, "--json").stdout)["topology"])
+    assert placed == topology(Mesh.parse("dp_shard=4,tp=2"), 4)
+    told = meshwright(*arguments, 3, "--rank", 9, code=2).stderr
+    assert "2 problems" in told and "--nodes 2" in told and "--rank 7" in told
+
+
 def test_show_a_picture(file: str) -> None:
     text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=2,tp=2", "--parameter", "layers.*.2.weight").output
     assert "rows \\ cols" in text
@@ -190,9 +206,11 @@ def test_show_branches(file: str, tmp_path: Path) -> None:
 
 def test_show_as_one_file(file: str, tmp_path: Path) -> None:
     out = tmp_path / "folder" / "out.html"
-    text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=64,tp=2", "--html", str(out), "--rank", "77").output
+    options = ("--mesh", "dp_shard=64,tp=2", "--nodes", "16", "--html", str(out), "--rank", "77")
+    text = meshwright("show", f"{file}:model", *options).output
     assert "out.html: dp_shard=64 × tp=2, 128 ranks" in text
-    assert '"rank":77' in out.read_text(encoding="utf-8")
+    html = out.read_text(encoding="utf-8")
+    assert '"rank":77' in html and '"perNode":8' in html and '"between 16 nodes, 4 ranks on each"' in html
 
 
 def test_show_as_one_file_with_a_prediction_beside_another_plan(file: str, tmp_path: Path) -> None:
@@ -210,6 +228,7 @@ def test_show_as_one_file_with_a_prediction_beside_another_plan(file: str, tmp_p
     [
         (("--hardware", "h100"), "--html out.html"),
         (("--html", "out.html", "--json"), "one of the two"),
+        (("--html", "out.html", "--hardware", "h100", "--nodes", "2"), "leave out --nodes"),
         (("--html", "out.html", "--compare", "none.yaml"), "--hardware h100"),
         (("--html", "out.html", "--hardware", "h100", "--compare", "none.yaml"), "none.yaml"),
         (("--html", "out.html", "--parameter", "layers.99"), "layers.99"),

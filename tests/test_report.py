@@ -100,9 +100,9 @@ def test_axes_that_leave_a_node_are_told() -> None:
     told = io.StringIO()
     Console(file=told, width=80).print(drawn(replace(predicted(), recipe=recipe, per_node=4)))
     rows = [line.split() for line in told.getvalue().splitlines()]
-    assert "4 nodes of 4 ranks, counted node by node".split() in rows
-    assert "pp 0, 8 between 2 nodes".split() in rows and "tp 0, 1 within a node".split() in rows
-    assert "dp_shard 0, 2, 4, 6 between 2 nodes, 2 ranks on each".split() in rows
+    assert "4 nodes of 4 ranks, numbered node by node".split() in rows
+    assert "pp 0 ═ 8 between 2 nodes".split() in rows and "tp 0 ─ 1 within a node".split() in rows
+    assert "dp_shard 0 ─ 2 ═ 4 ─ 6 between 2 nodes, 2 ranks on each".split() in rows
     told.truncate(0)
     Console(file=told, width=80).print(drawn(replace(predicted(), per_node=8)))
     assert "nodes of" not in told.getvalue()
