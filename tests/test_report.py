@@ -190,6 +190,7 @@ def test_what_lives_in_each_moment_adds_up_and_its_most_is_the_peak(fold: bool) 
         assert role.moments[role.peak].items == dict(memory.items)
         for moment in role.moments:
             assert sum(moment.items.values()) == pytest.approx(moment.bytes, rel=0.02), moment.what
+            assert min(moment.items.values()) > 0, moment.what
         whats = [moment.what for moment in role.moments]
         assert sum(what in [f"{role.stage}F{m}" for m in range(8)] for what in whats) == 8
         assert whats.index(f"{role.stage}F0") < whats.index(f"{role.stage}B7") < whats.index("optimizer")
