@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -20,7 +22,7 @@ from click.testing import Result
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
-from commands import meshwright
+from commands import meshwright, read
 from meshwright import cli
 from meshwright.cli import given, processes
 from meshwright.draw.plain import from_plain
@@ -28,7 +30,7 @@ from meshwright.draw.topology import Topology, topology
 from meshwright.errors import Finding, PlanError
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
-from meshwright.workers.pool import WorkerError
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 FILE = """
 from types import SimpleNamespace
@@ -104,10 +106,12 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-COMMANDS = ["show", "check", "plan", "predict", "dryrun", "train", "report", "inspect", "export", "env"]
+COMMANDS = [
+    "", "show", "check", "plan", "predict", "dryrun", "calibrate", "train", "compare", "report", "inspect", "export", "env",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "compare", *COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     text = meshwright(*command.split(), "--help").output
     prose = text.partition("╭")[0].strip().splitlines()[1:]
@@ -133,21 +137,56 @@ LONG = {"", "calibrate", "check", "plan", "inspect", "export"}
 
 
 @pytest.mark.usefixtures("pooled")
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.proof if c in LONG else ()) for c in ("", "calibrate", *COMMANDS)]
-)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.proof if c in LONG else ()) for c in COMMANDS])
 def test_every_example_of_the_help_runs_as_it_stands(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: LocalWorkers
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    script = f"meshwright() {{ printf '%s\\n' MESHWRIGHT \"$@\" END >&3; }}; torchrun() {{ :; }}\n{examples(command)}"
-    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{script}"], check=True)  # files are made, commands noted
-    calls = [call.splitlines()[1:] for call in Path("calls").read_text().split("END\n") if call]
-    assert calls
-    for call in calls:
-        meshwright(*call)
+    for program, *words in calls(command):
+        if program == "meshwright":
+            meshwright(*words)
+        elif program == "python":
+            script(words)
+        elif "-m" not in words:  # torchrun -m meshwright: tests/watch and tests/runtime kill its ranks
+            at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            workers.run(script_of_a_rank, words[at:], ranks=int(words[words.index("--nproc-per-node") + 1]))
+
+
+@pytest.mark.parametrize("command", sorted(LONG))
+def test_every_example_of_a_help_that_takes_long_can_be_read(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = [words for program, *words in calls(command) if program == "meshwright"]
+    for words in ours:
+        read(*words)
+    assert ours
+
+
+def calls(command: str) -> list[list[str]]:
+    """The programs that a command's examples call, each with its arguments. The files that they write are made."""
+    stand_ins = "".join(
+        f"{name}() {{ printf '%s\\n' {name} \"$@\" END >&3; }}\n" for name in ("meshwright", "torchrun", "python")
+    )
+    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{stand_ins}{examples(command)}"], check=True)
+    return [call.splitlines() for call in Path("calls").read_text().split("END\n") if call]
+
+
+def script_of_a_rank(words: list[str]) -> None:
+    """The same in a worker, which is in its process group already."""
+    with mock.patch("torch.distributed.init_process_group"):
+        script(words)
+
+
+def script(words: list[str]) -> None:
+    """Runs a script with its arguments, in this process."""
+    arguments, sys.argv = sys.argv, words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.argv = arguments
 
 
 def test_env_says_what_is_here() -> None:
