@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from rich.console import Console
+from rich.console import Console, Group
 from torch import nn
 
 from meshwright.draw.communication import communication
@@ -20,6 +20,7 @@ from meshwright.draw.memory import memory_profile
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.prediction import drawn
 from meshwright.draw.report import Report, report
+from meshwright.draw.stages import drawn as schedule_lines
 from meshwright.draw.timeline import timeline
 from meshwright.mesh import Mesh
 from meshwright.mismatch import Mismatch
@@ -113,6 +114,16 @@ def test_a_narrow_terminal_keeps_the_names_of_roles() -> None:
     Console(file=told, width=80).print(drawn(predicted()))
     memory = told.getvalue().partition("what lives when")[0]
     assert all(role.name in memory for role in predicted().roles) and "…" not in memory
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_timeline_of_a_pipeline_breaks_no_line(width: int) -> None:
+    told = io.StringIO()
+    Console(file=told, width=width).print(Group(*schedule_lines(piped(1, 1, 1, microbatches=32))))
+    lines = told.getvalue().splitlines()
+    assert lines[1].startswith("pp 0   F0") and lines[2].startswith("pp 1 ") and lines[3].startswith("pp 2 ")
+    assert lines[4] == "F forward  B backward"
+    assert all(len(line) <= width for line in lines) and lines[1].endswith("…")
 
 
 # --- the timeline -----------------------------------------------------------------------------------------------------
