@@ -1,6 +1,6 @@
 """``Bent``: a function mode that makes piecewise linear functions slightly curved, so that the loss of a trial shows their use.
 
-A trial compares the loss of all rows with those of parts, at one point. Three uses of a number of all rows (a mean) do not show
+A trial compares the loss of all rows with those of parts, at one point. Four uses of a number of all rows (a mean) do not show
 at one point. In one attempt they are made to show:
 
     a corner        A function like ``clamp`` is linear on both sides of its corner. As long as all parts are on one side,
@@ -8,6 +8,8 @@ at one point. In one attempt they are made to show:
                     results of functions with corners are bent: changed a little, in a curved way.
     a stop          In ``a + b * (a / b).detach()`` the number changes gradients, but not the loss. A value that is used without
                     its gradient is bent at its use.
+    a write         After ``h.data.zero_()`` the loss does not show what becomes of the gradient of ``h``. A value that is
+                    overwritten without its gradient is bent by what it was.
     a comparison    ``m * (m > 0.5)``. It may have another result in a later step, so it is reversed. If the loss changes,
                     the rows are coupled.
 
@@ -21,7 +23,7 @@ the batch alone, only numbers of all rows are bent, in a further attempt: the co
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,7 @@ from meshwright.spmd.autograd_functions import (
 )
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, aliases, is_fact, writes
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _BEND = 0.01  # a value is changed by at most this share
 
 _OF_ONE = frozenset(
@@ -122,6 +125,7 @@ class Bent(FunctionMode):
         self.gradients: list[Changed] = []
         self._to_reverse, self._bent_of_batch = to_reverse, of_batch
         self._trained = TensorTable[bool]()  # tensors that depend on parameters
+        self._data = TensorTable[bool]()  # ``h.data`` of values that have a gradient, and views of it
         self._fractions = TensorTable[bool]()  # tensors that depend on floating-point tensors of the batch
         self._comparisons = TensorTable[frozenset[int]]()  # tensor → the comparisons on which it depends
         self._in_transform = (
@@ -143,7 +147,10 @@ class Bent(FunctionMode):
             return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
         written = writes(func, args, kwargs)
         args, kwargs = self._without_stops(func, args, kwargs, written=written)
-        result = self._call_bent(func, name, args, kwargs)
+        with self._overwritten(args[0]) if written else nullcontext():
+            result = self._call_bent(func, name, args, kwargs)
+        if (func == _DATA and has_gradient(args[0])) or (aliases(func) and args and args[0] in self._data):
+            self._data.note(pytree.tree_leaves(result), True)
         results = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(results, True)
         if name in COMPARES and isinstance(result, Tensor):
@@ -245,6 +252,20 @@ class Bent(FunctionMode):
         bent_value = _bend_stop(x)
         self._trained.note([bent_value], True)
         return bent_value
+
+    @contextmanager
+    def _overwritten(self, target: Any) -> Iterator[None]:
+        """Around a write. If the target has a gradient that the write leaves as it is, the new value is bent by the old one."""
+        unseen = isinstance(target, Tensor) and (
+            target in self._data or (has_gradient(target) and not torch.is_grad_enabled())
+        )
+        if not unseen or is_parameter(target) or not _is_bendable(target):
+            yield
+            return
+        before = target.detach().clone()
+        yield
+        with torch.no_grad():
+            target.copy_(_bend(target.detach().clone(), before))
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
