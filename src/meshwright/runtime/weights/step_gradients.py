@@ -90,25 +90,28 @@ class StepGradients:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def of_this_step(self, copies: int) -> Iterator[None]:
+    def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
         """For the time of a step.
 
         Collective, unless the step raises; then earlier gradients are put back, with what this rank has added.
 
         Args:
             copies: how many data ranks run the same rows.
+            microbatches: how many backwards this rank runs.
         """
         names = self._held if copies > 1 else self._own
         earlier = {name: grad for name in names if (grad := self._standing[name].grad) is not None}
         for name in earlier:
             self._standing[name].grad = None
         try:
+            self._sums.begin(microbatches)
             yield
             self._sums.sum()
             for name in names if copies > 1 else ():
                 _divide(self._standing[name], copies)
             self._call_hooks()
         finally:
+            self._sums.leave()
             for name, grad in earlier.items():
                 _add_to(grad, self._standing[name])
 
