@@ -6,9 +6,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
+"""Where `Visit.keep` puts its pictures: ignored by git, and kept by continuous integration."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -64,6 +68,31 @@ class Visit:
             "[...document.querySelectorAll('#tip:not([hidden]) > *')].map((e) => e.textContent)"
         )
         return lines
+
+    def keep(self, name: str, view: str | None = None) -> bytes:
+        """Keeps a picture of a view (a CSS selector), or of the whole page, as ``build/screenshots/<name>.png``."""
+        file = SCREENSHOTS / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        place = self.page if view is None else self.page.locator(view)
+        picture: bytes = place.screenshot(path=file, **({"full_page": True} if view is None else {}))
+        return picture
+
+    def print(self, name: str) -> None:
+        """Keeps the page as it is printed, on A4, as ``build/screenshots/<name>.pdf``."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.emulate_media(media="print")
+        self.page.pdf(path=SCREENSHOTS / f"{name}.pdf", format="A4")
+
+    def blank(self) -> list[str]:
+        """The canvases on which nothing is drawn, each by the name of the place that it is in."""
+        names: list[str] = self.page.evaluate(
+            """[...document.querySelectorAll("main canvas")].filter((canvas) => {
+                const { width, height } = canvas;
+                const pixels = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, width, height).data.buffer);
+                return pixels.every((pixel) => pixel === pixels[0]);
+            }).map((canvas) => canvas.closest("[id]").id)"""
+        )
+        return names
 
     def point(self, picture: str, item: str) -> list[str]:
         """Moves the mouse to an item of a picture, both as the page's scripts name them; gives the tooltip's lines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -13,3 +14,13 @@ def meshwright(*arguments: object, code: int = 0) -> Result:
     result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "100", "RANK": None})
     assert result.exit_code == code, result.output
     return result
+
+
+def read(command: str, *arguments: str) -> None:
+    """Reads the arguments of a command, which is not run. Raises AssertionError for no command, and for what it does not take."""
+    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert command in known, f"no command {command}"
+    try:
+        known[command].make_context(command, list(arguments))
+    except Exception as error:  # its class is of the copy of click that typer has within it
+        raise AssertionError(f"meshwright {command}: {error}") from error

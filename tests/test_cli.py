@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -20,12 +22,15 @@ from click.testing import Result
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
-from commands import meshwright
+from commands import meshwright, read
 from meshwright import cli
 from meshwright.cli import given, processes
+from meshwright.draw.plain import from_plain
+from meshwright.draw.topology import Topology, topology
 from meshwright.errors import Finding, PlanError
+from meshwright.mesh import Mesh
 from meshwright.plan import Plan
-from meshwright.workers.pool import WorkerError
+from meshwright.workers.pool import LocalWorkers, WorkerError
 
 FILE = """
 from types import SimpleNamespace
@@ -101,10 +106,12 @@ def examples(command: str) -> str:
     return meshwright(*command.split(), "--help").output.partition("\nExamples\n")[2]
 
 
-COMMANDS = ["show", "check", "plan", "predict", "dryrun", "train", "report", "inspect", "export", "env"]
+COMMANDS = [
+    "", "show", "check", "plan", "predict", "dryrun", "calibrate", "train", "compare", "report", "inspect", "export", "env",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["", "calibrate", "compare", *COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_in_a_few_lines_and_gives_examples(command: str) -> None:
     text = meshwright(*command.split(), "--help").output
     prose = text.partition("╭")[0].strip().splitlines()[1:]
@@ -130,21 +137,56 @@ LONG = {"", "calibrate", "check", "plan", "inspect", "export"}
 
 
 @pytest.mark.usefixtures("pooled")
-@pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.proof if c in LONG else ()) for c in ("", "calibrate", *COMMANDS)]
-)
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.proof if c in LONG else ()) for c in COMMANDS])
 def test_every_example_of_the_help_runs_as_it_stands(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: LocalWorkers
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    script = f"meshwright() {{ printf '%s\\n' MESHWRIGHT \"$@\" END >&3; }}; torchrun() {{ :; }}\n{examples(command)}"
-    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{script}"], check=True)  # files are made, commands noted
-    calls = [call.splitlines()[1:] for call in Path("calls").read_text().split("END\n") if call]
-    assert calls
-    for call in calls:
-        meshwright(*call)
+    for program, *words in calls(command):
+        if program == "meshwright":
+            meshwright(*words)
+        elif program == "python":
+            script(words)
+        elif "-m" not in words:  # torchrun -m meshwright: tests/watch and tests/runtime kill its ranks
+            at = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            workers.run(script_of_a_rank, words[at:], ranks=int(words[words.index("--nproc-per-node") + 1]))
+
+
+@pytest.mark.parametrize("command", sorted(LONG))
+def test_every_example_of_a_help_that_takes_long_can_be_read(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = [words for program, *words in calls(command) if program == "meshwright"]
+    for words in ours:
+        read(*words)
+    assert ours
+
+
+def calls(command: str) -> list[list[str]]:
+    """The programs that a command's examples call, each with its arguments. The files that they write are made."""
+    stand_ins = "".join(
+        f"{name}() {{ printf '%s\\n' {name} \"$@\" END >&3; }}\n" for name in ("meshwright", "torchrun", "python")
+    )
+    subprocess.run(["bash", "-e", "-c", f"exec 3>calls\n{stand_ins}{examples(command)}"], check=True)
+    return [call.splitlines() for call in Path("calls").read_text().split("END\n") if call]
+
+
+def script_of_a_rank(words: list[str]) -> None:
+    """The same in a worker, which is in its process group already."""
+    with mock.patch("torch.distributed.init_process_group"):
+        script(words)
+
+
+def script(words: list[str]) -> None:
+    """Runs a script with its arguments, in this process."""
+    arguments, sys.argv = sys.argv, words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.argv = arguments
 
 
 def test_env_says_what_is_here() -> None:
@@ -160,6 +202,19 @@ def test_show_a_file(file: str) -> None:
     assert "dp_shard=2 × tp=2: 4 ranks" in text
     assert "layers.{0…2} ×3" in text
     assert "rows 12:16" in text  # of 16 rows: the second half by tp, its second half by dp_shard
+
+
+def test_show_the_nodes_and_what_goes_between_them(file: str) -> None:
+    arguments = ("show", f"{file}:model", "--mesh", "dp_shard=4,tp=2", "--nodes")
+    text = meshwright(*arguments, 2).output
+    assert "dp_shard=4 × tp=2: 8 ranks on 2 nodes" in text
+    assert "┌ node 0 ────────────────┐  ┌ node 1 ────────────────┐" in text
+    assert re.search(r"dp_shard +0 ─ 2 ═ 4 ─ 6 +between 2 nodes, 2 ranks on each", text)
+    assert re.search(r"tp +0 ─ 1 +within a node", text)
+    placed = from_plain(Topology, json.loads(meshwright(*arguments, 2, "--json").stdout)["topology"])
+    assert placed == topology(Mesh.parse("dp_shard=4,tp=2"), 4)
+    told = meshwright(*arguments, 3, "--rank", 9, code=2).stderr
+    assert "2 problems" in told and "--nodes 2" in told and "--rank 7" in told
 
 
 def test_show_a_picture(file: str) -> None:
@@ -190,9 +245,11 @@ def test_show_branches(file: str, tmp_path: Path) -> None:
 
 def test_show_as_one_file(file: str, tmp_path: Path) -> None:
     out = tmp_path / "folder" / "out.html"
-    text = meshwright("show", f"{file}:model", "--mesh", "dp_shard=64,tp=2", "--html", str(out), "--rank", "77").output
+    options = ("--mesh", "dp_shard=64,tp=2", "--nodes", "16", "--html", str(out), "--rank", "77")
+    text = meshwright("show", f"{file}:model", *options).output
     assert "out.html: dp_shard=64 × tp=2, 128 ranks" in text
-    assert '"rank":77' in out.read_text(encoding="utf-8")
+    html = out.read_text(encoding="utf-8")
+    assert '"rank":77' in html and '"perNode":8' in html and '"between 16 nodes, 4 ranks on each"' in html
 
 
 def test_show_as_one_file_with_a_prediction_beside_another_plan(file: str, tmp_path: Path) -> None:
@@ -210,6 +267,7 @@ def test_show_as_one_file_with_a_prediction_beside_another_plan(file: str, tmp_p
     [
         (("--hardware", "h100"), "--html out.html"),
         (("--html", "out.html", "--json"), "one of the two"),
+        (("--html", "out.html", "--hardware", "h100", "--nodes", "2"), "leave out --nodes"),
         (("--html", "out.html", "--compare", "none.yaml"), "--hardware h100"),
         (("--html", "out.html", "--hardware", "h100", "--compare", "none.yaml"), "none.yaml"),
         (("--html", "out.html", "--parameter", "layers.99"), "layers.99"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from browser import Visit, browser
+from browser import SCREENSHOTS, Visit, browser
 from meshwright.amounts import size_text
 from meshwright.draw.facts import shard_map
 from meshwright.draw.html.page import page
@@ -230,6 +230,12 @@ def test_a_model_without_a_number_has_its_page(lines: tuple[ParameterRecipe, ...
     assert not any(widths)  # nothing at all is no full bar
 
 
+def test_ranks_of_a_role_that_hold_less_are_told(visit: Any) -> None:
+    """Two rows over four ranks: two of them have nothing."""
+    recipe = Recipe(Mesh.parse("dp_shard=4"), (LINE("w", (2, 4), "float32"),))
+    assert "0 B to 16 B" in visit(page(report(recipe))).page.locator("#memory").inner_text()
+
+
 def test_one_rank_has_its_page(visit: Any) -> None:
     shown = visit(page(report(Recipe(Mesh.parse("dp_shard=1"), (LINE("w", (4, 4), "float32"),))))).page
     assert "holds 64 B of weights at rest" in shown.locator("#rank-panel").inner_text()
@@ -368,6 +374,52 @@ def test_nothing_is_wider_than_the_window(visit: Any, width: int) -> None:
     for text in texts:
         shown = visit(text, viewport={"width": width, "height": 800}).page
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# --- to be looked at --------------------------------------------------------------------------------------------------
+
+
+def a_plan() -> str:
+    """Every view: on several nodes, predicted, with an alarm, beside another plan."""
+    prediction = replace(predicted(), per_node=4)
+    others = {"other.yaml": replace(prediction, mesh="dp_shard=8")}
+    wrong = [Mismatch(3, "blocks.0.up.weight", "rows 4:8", "rows 0:4")]
+    assert prediction.recipe is not None
+    return page(report(prediction.recipe, prediction, title="a tower", others=others, mismatches=wrong))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_view_is_kept_as_a_picture(visit: Any, tmp_path: Path, scheme: str) -> None:
+    """In ``build/screenshots``; no picture is blank, and no two views look alike."""
+    texts = {
+        "plan": a_plan(),
+        "parameter": page(report(CASES[FIRST]), rank=4, parameter="h.0.qkv.weight"),
+        "branches": page(report(CASES["branches, one within another"])),
+        "run": in_time(tmp_path / "run"),
+    }
+    kept: dict[str, bytes] = {}
+    for name, text in texts.items():
+        opened = visit(text, color_scheme=scheme)
+        kept[f"{name}-{scheme}"] = opened.keep(f"{name}-{scheme}")
+        assert opened.blank() == []
+        views = opened.page.evaluate("[...document.querySelectorAll('main section[id]')].map((one) => one.id)")
+        for view in views if name == "plan" else ():
+            kept[view] = opened.keep(f"{name}-{view}-{scheme}", f"#{view}")
+        if name == "parameter":
+            kept["one parameter"] = opened.keep(f"parameter-picture-{scheme}", "#parameter")
+    assert {"mesh", "model", "step", "memory", "communication", "plan"} <= kept.keys()
+    assert len(set(kept.values())) == len(kept)
+
+
+def test_what_is_printed_is_kept(visit: Any, tmp_path: Path) -> None:
+    for name, text in {"plan": a_plan(), "run": in_time(tmp_path / "run")}.items():
+        opened = visit(text, color_scheme="dark")
+        opened.print(f"{name}-print")
+        assert (SCREENSHOTS / f"{name}-print.pdf").read_bytes().startswith(b"%PDF")
+        opened.page.set_viewport_size({"width": 794, "height": 1123})  # A4
+        opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        opened.keep(f"{name}-print")
+        assert opened.blank() == []
 
 
 # --- for everybody ----------------------------------------------------------------------------------------------------

@@ -54,12 +54,10 @@ from meshwright.private import (
     bases_of,
     collectives_entered,
     compiles,
-    each_held,
     function_mode_at,
     function_modes,
     has_gradient,
     has_hooks,
-    held_of,
     hooked,
     in_backward,
     in_conversion,
@@ -70,6 +68,8 @@ from meshwright.private import (
     norms_of,
     python_body,
     pytree,
+    raw_local,
+    raw_locals,
     replace_tensors,
     scale_all,
     schema_of,
@@ -1040,8 +1040,8 @@ def _local_part() -> tuple[bool, list[int], bool]:
     assert (wrapped.shape, wrapped.stride(), wrapped.placements, wrapped.device_mesh, wrapped.requires_grad) == (
         whole.shape, whole.stride(), whole.placements, whole.device_mesh, False
     )  # fmt: skip
-    assert storage_of(held_of(p)) == storage_of(p.to_local()) and not held_of(p).requires_grad
-    assert each_held([p])[0] is held_of(p)
+    assert storage_of(raw_local(p)) == storage_of(p.to_local()) and not raw_local(p).requires_grad
+    assert raw_locals([p])[0] is raw_local(p)
     p.grad = torch.zeros_like(p)
     p.grad.to_local().detach().add_(1)  # what the job does to reduce parameters without dims
     uneven = DTensor.from_local(

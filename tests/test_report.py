@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from rich.console import Console
+from rich.console import Console, Group
 from torch import nn
 
 from meshwright.draw.communication import communication
@@ -20,6 +20,7 @@ from meshwright.draw.memory import memory_profile
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.prediction import drawn
 from meshwright.draw.report import Report, report
+from meshwright.draw.stages import drawn as schedule_lines
 from meshwright.draw.timeline import timeline
 from meshwright.mesh import Mesh
 from meshwright.mismatch import Mismatch
@@ -100,9 +101,9 @@ def test_axes_that_leave_a_node_are_told() -> None:
     told = io.StringIO()
     Console(file=told, width=80).print(drawn(replace(predicted(), recipe=recipe, per_node=4)))
     rows = [line.split() for line in told.getvalue().splitlines()]
-    assert "4 nodes of 4 ranks, counted node by node".split() in rows
-    assert "pp 0, 8 between 2 nodes".split() in rows and "tp 0, 1 within a node".split() in rows
-    assert "dp_shard 0, 2, 4, 6 between 2 nodes, 2 ranks on each".split() in rows
+    assert "4 nodes of 4 ranks, numbered node by node".split() in rows
+    assert "pp 0 ═ 8 between 2 nodes".split() in rows and "tp 0 ─ 1 within a node".split() in rows
+    assert "dp_shard 0 ─ 2 ═ 4 ─ 6 between 2 nodes, 2 ranks on each".split() in rows
     told.truncate(0)
     Console(file=told, width=80).print(drawn(replace(predicted(), per_node=8)))
     assert "nodes of" not in told.getvalue()
@@ -113,6 +114,16 @@ def test_a_narrow_terminal_keeps_the_names_of_roles() -> None:
     Console(file=told, width=80).print(drawn(predicted()))
     memory = told.getvalue().partition("what lives when")[0]
     assert all(role.name in memory for role in predicted().roles) and "…" not in memory
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_timeline_of_a_pipeline_breaks_no_line(width: int) -> None:
+    told = io.StringIO()
+    Console(file=told, width=width).print(Group(*schedule_lines(piped(1, 1, 1, microbatches=32))))
+    lines = told.getvalue().splitlines()
+    assert lines[1].startswith("pp 0   F0") and lines[2].startswith("pp 1 ") and lines[3].startswith("pp 2 ")
+    assert lines[4] == "F forward  B backward"
+    assert all(len(line) <= width for line in lines) and lines[1].endswith("…")
 
 
 # --- the timeline -----------------------------------------------------------------------------------------------------
@@ -190,6 +201,7 @@ def test_what_lives_in_each_moment_adds_up_and_its_most_is_the_peak(fold: bool) 
         assert role.moments[role.peak].items == dict(memory.items)
         for moment in role.moments:
             assert sum(moment.items.values()) == pytest.approx(moment.bytes, rel=0.02), moment.what
+            assert min(moment.items.values()) > 0, moment.what
         whats = [moment.what for moment in role.moments]
         assert sum(what in [f"{role.stage}F{m}" for m in range(8)] for what in whats) == 8
         assert whats.index(f"{role.stage}F0") < whats.index(f"{role.stage}B7") < whats.index("optimizer")

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.private import pytree
 
 
-class Laid(NamedTuple):
+class TensorMeta(NamedTuple):
     """The facts of a plain tensor on which the result of an op on meta depends."""
 
     size: tuple[int, ...]
@@ -28,8 +28,8 @@ class Laid(NamedTuple):
 _PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
-def laid(t: Tensor) -> Laid:
-    return Laid(tuple(t.size()), t.stride(), t.dtype)
+def tensor_meta(t: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(t.size()), t.stride(), t.dtype)
 
 
 def described(x: Any) -> Any:
@@ -39,7 +39,7 @@ def described(x: Any) -> Any:
     if kind in _PLAIN:  # most arguments
         return kind, x
     if isinstance(x, Tensor):
-        return laid(x)
+        return tensor_meta(x)
     if isinstance(x, dict):
         return dict, tuple((key, described(value)) for key, value in x.items())
     if kind in (list, tuple):
@@ -47,14 +47,14 @@ def described(x: Any) -> Any:
     return kind, None if isinstance(x, torch.Generator) else x
 
 
-def made_again(x: Any, tensor: Callable[[Laid], Tensor] = Laid.on_meta) -> Any:
-    """The argument for a description, its tensors made by ``tensor``. The inverse of `described`."""
-    if isinstance(x, Laid):
+def from_description(x: Any, tensor: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
+    """The argument for a description; ``tensor`` makes its tensors. The inverse of `described`."""
+    if isinstance(x, TensorMeta):
         return tensor(x)
     kind, value = x
     if kind is dict:
-        return {key: made_again(inner, tensor) for key, inner in value}
-    return kind(made_again(inner, tensor) for inner in value) if kind in (list, tuple) else value
+        return {key: from_description(inner, tensor) for key, inner in value}
+    return kind(from_description(inner, tensor) for inner in value) if kind in (list, tuple) else value
 
 
 def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:

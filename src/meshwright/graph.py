@@ -150,10 +150,11 @@ class Call:
     Attributes:
         module: the name of the module.
         outputs: for each tensor in its result the number of the value; None for one that follows from the batch alone.
-        given: (args, kwargs) of the call, with tensors that have only shapes.
+        arguments: (args, kwargs) of the call, with tensors that have only shapes.
         returned: its result, with tensors that have only shapes.
-        taken: the tensors among the arguments at the time of the call, as a list among them may have grown since. None, also
-            in ``given``: an argument with values that is no part of the result (``calls.stub.without_values``).
+        argument_tensors: the tensors among the arguments at the time of the call; a list among them may have grown since.
+            None, also in ``arguments``: an argument with values that is no part of the result
+            (``calls.stub.without_values``).
         fresh: whether a tensor in its result follows from the batch and was made within the call, or a function in the result
             may keep such a tensor. Then no copy of the recorded result can stand in for it.
         stashed: values that it left on the module, or in its arguments.
@@ -171,8 +172,8 @@ class Call:
     start: int
     stop: int = -1
     outputs: tuple[int | None, ...] = ()
-    given: Any = None
-    taken: tuple[Any, ...] = ()
+    arguments: Any = None
+    argument_tensors: tuple[Any, ...] = ()
     returned: Any = None
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
@@ -286,7 +287,7 @@ class ModelGraph:
         """(path of the call, index of the event in it) → position."""
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
-    def made(self, position: int) -> list[int]:
+    def values_made_by(self, position: int) -> list[int]:
         """The values that an event made, without those that it returned unchanged (as a dropout does that is off)."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]

@@ -202,10 +202,8 @@ class Planned:
         whole = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
         cuts = cut_as_before(graph, recipe.stages, whole, sizes, pinned)
         if cuts is not None:
-            for (
-                slot,
-                position,
-            ) in graph.changes.items():  # the first forward that changes an attribute decides its stage
+            # The first forward that changes an attribute decides its stage.
+            for slot, position in graph.changes.items():
                 self._homes.setdefault(slot, bisect_right(cuts, position))
         return cuts
 

@@ -221,23 +221,23 @@ def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     module._apply(fn)
 
 
-def held_of(p: Any) -> Tensor:
+def raw_local(p: Any) -> Tensor:
     """This rank's local tensor of a DTensor, without a graph. ``to_local`` takes ten times as long."""
     local: Tensor = p._local_tensor
     return local
 
 
-def each_held(parameters: Iterable[Any]) -> list[Tensor]:
-    """``held_of`` of each. Every step asks it of all parameters."""
-    return list(map(_HELD, parameters))
+def raw_locals(parameters: Iterable[Any]) -> list[Tensor]:
+    """``raw_local`` of each. Called for all parameters in every step."""
+    return list(map(_RAW_LOCAL, parameters))
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[int]:
-    """``storage_of`` each, outside of transforms of ``torch.func``. Every step asks it of all parameters."""
+    """``storage_of`` each, outside of transforms of ``torch.func``. Called for all parameters in every step."""
     return list(map(_STORAGE, map(Tensor.untyped_storage, tensors)))
 
 
-_HELD, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
+_RAW_LOCAL, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
 
 
 def has_gradient(t: Tensor) -> bool:
@@ -438,11 +438,9 @@ __all__ = [
     "autograd_local",
     "collectives_entered",
     "compiles",
-    "each_held",
     "function_mode_at",
     "function_modes",
     "has_hooks",
-    "held_of",
     "hooked",
     "is_done",
     "job_store",
@@ -453,6 +451,8 @@ __all__ = [
     "norms_of",
     "python_body",
     "pytree",
+    "raw_local",
+    "raw_locals",
     "replace_tensors",
     "scale_all",
     "schema_of",

@@ -73,22 +73,22 @@ class Regions:
     """The place of each event, and the forks and joins in the order in which they run."""
 
     places: tuple[int, ...]
-    moves: tuple[Fork | Join, ...]
+    forks_and_joins: tuple[Fork | Join, ...]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """(first event, position of the join) of each region."""
-        return [(m.first, m.position) for m in self.moves if isinstance(m, Join)]
+        return [(m.first, m.position) for m in self.forks_and_joins if isinstance(m, Join)]
 
     @property
     def spans_of_several(self) -> list[tuple[int, int]]:
         """``spans`` of the regions in which several branches run."""
-        return [(m.first, m.position) for m in self.moves if isinstance(m, Join) and len(m.branches) > 1]
+        return [(m.first, m.position) for m in self.forks_and_joins if isinstance(m, Join) and len(m.branches) > 1]
 
     def alone(self) -> dict[int, Join]:
         """Branch → its last join, for branches that share no region with another branch."""
         last_joins: dict[int, Join] = {}
-        joins = [m for m in self.moves if isinstance(m, Join)]
+        joins = [m for m in self.forks_and_joins if isinstance(m, Join)]
         together = {b for j in joins if len(j.branches) > 1 for b in j.branches}
         for join in joins:
             for branch in join.branches:
@@ -159,23 +159,23 @@ def find_regions(
     """
     stop = len(graph.events) if stop is None else stop
     event_places = place_events(graph, placed, places)
-    moves: list[Fork | Join] = []
+    forks_and_joins: list[Fork | Join] = []
     outputs = {*graph.returned, *(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)}
     depth = {around: len(places.chain(around)) for around in {places[p].parent for p in set(event_places) if p}}
     wholes, span = _wholes(graph, event_places), (start, min(stop, graph.calls[ROOT].stop))
     for around in sorted(depth, key=lambda a: (depth[a], a)):
-        outer = [m for m in moves if m.around in places.chain(around)]
+        outer = [m for m in forks_and_joins if m.around in places.chain(around)]
         # A region ends all regions within its branches.
         ends = {m.position for m in outer if isinstance(m, Join)}
         forks = [m for m in outer if isinstance(m, Fork)]
-        moves += _Around(graph, event_places, wholes, places, around, span, ends, forks, outputs).find()
+        forks_and_joins += _Around(graph, event_places, wholes, places, around, span, ends, forks, outputs).find()
 
     def in_order(move: Fork | Join) -> tuple[int, bool, int]:
         # At one position: joins before forks; joins from the innermost out, forks from the outermost in.
         is_fork = isinstance(move, Fork)
         return move.position, is_fork, depth[move.around] if is_fork else -depth[move.around]
 
-    return Regions(tuple(event_places), tuple(sorted(moves, key=in_order)))
+    return Regions(tuple(event_places), tuple(sorted(forks_and_joins, key=in_order)))
 
 
 def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[int]:
@@ -197,8 +197,8 @@ def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[i
             event_places[p] = _absorbed(p, value_place, joins_before, places, graph)
         around = places.chain(event_places[p])
         after = max((joins_before.get(n, 0) + (value_place.get(n, 0) not in around) for n in event.inputs), default=0)
-        value_place |= dict.fromkeys(graph.made(p), event_places[p])
-        joins_before |= dict.fromkeys(graph.made(p), after)
+        value_place |= dict.fromkeys(graph.values_made_by(p), event_places[p])
+        joins_before |= dict.fromkeys(graph.values_made_by(p), after)
     _move_to_takers(graph, event_places, fixed, places)
     return event_places
 
@@ -222,9 +222,9 @@ def _move_to_takers(graph: ModelGraph, event_places: list[int], fixed: Sequence[
         )
     outside = {*graph.returned, *graph.calls[ROOT].outputs}
     for p in range(end - 1, -1, -1):
-        inputs, made = graph.events[p].inputs, graph.made(p)
-        takers = {event_places[q] for n in made for q in graph.consumers.get(n, ())}
-        if not free[p] or len(takers) != 1 or outside.intersection(made):
+        inputs, results = graph.events[p].inputs, graph.values_made_by(p)
+        takers = {event_places[q] for n in results for q in graph.consumers.get(n, ())}
+        if not free[p] or len(takers) != 1 or outside.intersection(results):
             continue
         (taker,) = takers
         homes = {event_places[maker[n]] for n in inputs}
@@ -232,7 +232,7 @@ def _move_to_takers(graph: ModelGraph, event_places: list[int], fixed: Sequence[
             continue
         around = event_places[p] in places.chain(taker)
         beside = not around and taker not in places.chain(event_places[p]) and homes == {event_places[p]}
-        light = not graph.events[p].flops and _bytes(graph, made) >= _bytes(graph, inputs)
+        light = not graph.events[p].flops and _bytes(graph, results) >= _bytes(graph, inputs)
         if (mixed[p] and around) or (beside and light):
             event_places[p] = taker
 
@@ -248,29 +248,29 @@ def _bytes(graph: ModelGraph, numbers: Iterable[int]) -> int:
 
 
 def _absorbed(
-    position: int, made: Mapping[int, int], joins: Mapping[int, int], places: Submeshes, graph: ModelGraph
+    position: int, home_of: Mapping[int, int], joins: Mapping[int, int], places: Submeshes, graph: ModelGraph
 ) -> int:
     """The place of an event that is in no placed module.
 
     Args:
-        made: value → the place that made it.
+        home_of: value → the place that made it.
         joins: value → at least so many joins come before it.
     """
     event = graph.events[position]
-    homes = {made.get(n, 0) for n in event.inputs}
+    homes = {home_of.get(n, 0) for n in event.inputs}
     if event.reads or event.parameters or event.buffers or event.draws_by_values or not homes:
         return 0
     branches = homes - {0}
-    if event.written is not None and made.get(event.inputs[0], 0) not in branches:
+    if event.written is not None and home_of.get(event.inputs[0], 0) not in branches:
         return 0
     chains = [places.chain(p) for p in branches]
     if not chains:
         return 0
     longest = max(chains, key=len)
     place = longest[-1] if all(longest[: len(c)] == c for c in chains) else _common(chains)
-    around = [n for n in event.inputs if made.get(n, 0) in places.chain(place)[:-1]]
+    around = [n for n in event.inputs if home_of.get(n, 0) in places.chain(place)[:-1]]
     join = max(joins.get(n, 0) for n in event.inputs if n not in around)
-    late = [made.get(n, 0) for n in around if joins.get(n, 0) > join]
+    late = [home_of.get(n, 0) for n in around if joins.get(n, 0) > join]
     if late:  # the event comes after the join, and would need another one
         place = max(late, key=lambda p: len(places.chain(p)))
     return place if position in graph.by_rows or not _splits(places, place) else 0
@@ -323,27 +323,27 @@ class _Around:
         self.first, self.last = span  # ``first``: where the current region begins
         self.homes: dict[int, int] = {}  # value → the branch that made it, in an earlier region
         self.forked: set[int] = set()  # values that have been forked, once for all later takers
-        self.moves: list[Fork | Join] = []
+        self.forks_and_joins: list[Fork | Join] = []
 
     def find(self) -> list[Fork | Join]:
         """The forks and joins, in the order of the program."""
-        made: dict[int, int] = {}  # value → the branch that made it, in this region
+        branch_of: dict[int, int] = {}  # value → the branch that made it, in this region
         p = self.first
         while p < self.last:
             event, branch = self.graph.events[p], self.branch[p]
-            tied = any(made.get(n, branch) != branch for n in event.inputs)
+            tied = any(branch_of.get(n, branch) != branch for n in event.inputs)
             if tied or p in self.ends:
-                p = self._end(p, made) if tied and p not in self.ends else p
+                p = self._end(p, branch_of) if tied and p not in self.ends else p
                 self._close(p)
-                made = {}
+                branch_of = {}
                 branch = self.branch[p]
             if branch is not None:
-                made |= dict.fromkeys(self.graph.made(p), branch)
+                branch_of |= dict.fromkeys(self.graph.values_made_by(p), branch)
             p += 1
         self._close(self.last)
-        return self.moves
+        return self.forks_and_joins
 
-    def _end(self, position: int, made: Mapping[int, int]) -> int:
+    def _end(self, position: int, branch_of: Mapping[int, int]) -> int:
         """Where a region ends, if the event at ``position`` takes values that other branches made in it.
 
         At ``position``; or as soon as all such values are made, if a branch that made them has other work in between. That
@@ -357,9 +357,9 @@ class _Around:
                     break
                 stop = max(stop, self.wholes[p])  # an untraced call begins when all its values are there
                 worked = worked or bool(events[p].flops)
-                needs |= {n for n in events[p].inputs if made.get(n, branch) != branch}
+                needs |= {n for n in events[p].inputs if branch_of.get(n, branch) != branch}
         end = max(self._ready(n) for n in needs)
-        homes = {made[n] for n in needs}
+        homes = {branch_of[n] for n in needs}
         beside = any(events[p].flops and self.branch[p] in homes for p in range(end, position))
         return end if beside else position
 
@@ -380,24 +380,24 @@ class _Around:
     def _close(self, end: int) -> None:
         """Adds the forks and the join of the region that ends at ``end``."""
         branches: dict[int, int] = {}  # branch → its first event, in the order in which they begin
-        made: dict[int, int] = {}  # value → the branch that made it
+        branch_of: dict[int, int] = {}  # value → the branch that made it
         taken: dict[int, int] = {}  # value → the first event that takes it
         for p in range(self.first, end):
             if (branch := self.branch[p]) is None:
                 continue
             event = self.graph.events[p]
             branches.setdefault(branch, p)
-            new = self.graph.made(p)
+            new = self.graph.values_made_by(p)
             for n in event.inputs if new or event.reads else ():
                 # (A value that first occurs here is a tensor that a module keeps: a buffer that only the branch has.)
-                if n not in made and n not in new and n not in self.forked and self.homes.get(n) != branch:
+                if n not in branch_of and n not in new and n not in self.forked and self.homes.get(n) != branch:
                     taken.setdefault(n, p)
-            made |= dict.fromkeys(new, branch)
+            branch_of |= dict.fromkeys(new, branch)
         self.first = end
         if branches:
-            self.moves += self._forked(taken, min(branches.values()))
-            self.homes |= made
-            self.moves.append(self._joined(made, branches, end))
+            self.forks_and_joins += self._forked(taken, min(branches.values()))
+            self.homes |= branch_of
+            self.forks_and_joins.append(self._joined(branch_of, branches, end))
 
     def _forked(self, taken: Mapping[int, int], begun: int) -> list[Fork]:
         """The forks of a region, as few as possible.
@@ -430,11 +430,11 @@ class _Around:
             for (of_branch, latest), group in sorted(groups.items())
         ]
 
-    def _joined(self, made: Mapping[int, int], branches: Mapping[int, int], end: int) -> Join:
-        """The join of a region. ``made``: value → the branch that made it; ``branches``: branch → its first event."""
-        outside = {n for n in made if self._others_take(n, end)}
-        takers = {n: self._takers(n, end) for n in made}
-        values = tuple(sorted((n, b) for n, b in made.items() if n in outside or takers[n] - {b}))
+    def _joined(self, branch_of: Mapping[int, int], branches: Mapping[int, int], end: int) -> Join:
+        """The join of a region. ``branch_of``: value → the branch that made it; ``branches``: branch → its first event."""
+        outside = {n for n in branch_of if self._others_take(n, end)}
+        takers = {n: self._takers(n, end) for n in branch_of}
+        values = tuple(sorted((n, b) for n, b in branch_of.items() if n in outside or takers[n] - {b}))
         apart = {n: takers[n] - {b} for n, b in values if n not in outside}
         kept = frozenset(n for n, b in values if b in takers[n])
         return Join(min(branches.values()), end, self.around, values, apart, kept, tuple(branches))

@@ -71,4 +71,4 @@ def test_what_stands_for_a_call_is_what_it_was():
     result, handed_on = stub(graph.calls[path], (h, mask), {}, standing, lambda t, number: None)
     assert result is h and handed_on is mask
     assert numbers == [graph.calls[path].outputs[0]]
-    assert graph.calls[ROOT].given == ((None,), {})
+    assert graph.calls[ROOT].arguments == ((None,), {})

@@ -132,13 +132,17 @@ def plain() -> tuple[list[str], list[str]]:
     job.module.zero_grad()
     job.step(mine)
     dist.barrier()
-    return sorted({type(p).__name__ for p in job.parameters()}), [n for n, p in job.named_parameters() if p.grad is not None]
+    return sorted({type(p).__name__ for p in job.parameters()}), [
+        n for n, p in job.named_parameters() if p.grad is not None
+    ]
 
 
 def test_parameters_stay_plain_and_may_be_frozen_and_thawed(workers: LocalWorkers) -> None:
     for types, with_gradient in workers.run(plain, ranks=2):
         assert types == ["Parameter"]
-        assert "frozen" in with_gradient and "blocks.1.weight" not in with_gradient and "blocks.0.weight" in with_gradient
+        assert (
+            "frozen" in with_gradient and "blocks.1.weight" not in with_gradient and "blocks.0.weight" in with_gradient
+        )
 
 
 def test_buckets_are_filled_from_the_end_and_by_type() -> None:

@@ -139,6 +139,20 @@ class Many(Model):
         return total
 
 
+class PutBack(Model):
+    """What a mask picks is computed on, and put back among all rows, by functions that give all and by one that writes."""
+
+    def loss(self, logits, labels, mask, count):
+        picked = mask.bool()
+        at = picked.flatten().nonzero()[:, 0]
+        out = logits.flatten(0, 1)
+        out = out.index_put((at,), logits[picked].sin())
+        out = out.masked_scatter(picked.flatten()[:, None], logits[picked].cos())
+        out = out.index_add(0, at, logits[picked].tanh())
+        out = out.clone().index_put_((at,), out[picked.flatten()].exp())
+        return out.square().mean()
+
+
 class OnAnotherDevice(Model):
     """Makes its mask where its parameters are."""
 
@@ -161,7 +175,7 @@ def batch():
 
 MODELS = [
     BySum, ByClampedSum, ByNormalisedMask, Picked, PickedFirst, PickedOfBatch, BesideMeanOfBatch, BesideSumOfBatch, ByCountOfBatch, PerPlace, OfMeans, OfRows, Many,
-    OnAnotherDevice,
+    PutBack, OnAnotherDevice,
 ]  # fmt: skip
 LAYOUTS = {
     "dp_shard=2": {"mesh": "dp_shard=2", "microbatches": 2},

@@ -28,7 +28,7 @@ class Crossings:
 
     def __init__(self, program: StageProgram, values: StageValues, exchange: Exchange | None) -> None:
         self._program, self._graph, self._values, self._exchange = program, program.graph, values, exchange
-        self._moves = [m for m in program.moves if m.around in program.mine]
+        self._moves = [m for m in program.forks_and_joins if m.around in program.mine]
         self._anchors: dict[int, list[Tensor]] = {}
         self._tails: dict[int, Tensor] = {}
 

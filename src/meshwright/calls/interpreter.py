@@ -91,7 +91,8 @@ class StageInterpreter(Tracer):
 
     def replaced(self, number: int, now: Tensor) -> None:
         """See ``Tracer``."""
-        if self.program.moves:  # a fork gives the same value on all ranks, whether or not they have the hooked module
+        # A fork gives the same value on all ranks, whether or not they have the hooked module.
+        if self.program.forks_and_joins:
             self.name_value(now, number)
         else:
             self.keep(now, number)
@@ -99,7 +100,7 @@ class StageInterpreter(Tracer):
     def replaced_within(self, number: int, now: Tensor) -> None:
         """See ``Tracer``."""
         self.name_value(now, number)
-        if not self.program.moves:  # (see ``replaced``)
+        if not self.program.forks_and_joins:  # (see ``replaced``)
             self._replacements[id(now)] = now
 
     def keep(self, t: Tensor, number: int) -> None:
@@ -284,7 +285,11 @@ class StageInterpreter(Tracer):
             result = None
         self._advance_to(len(self.graph.events))
         if self.program.last:
-            return map_tensors(self._tensor_of, result) if self.program.moves or self.program.streamed else result
+            return (
+                map_tensors(self._tensor_of, result)
+                if self.program.forks_and_joins or self.program.streamed
+                else result
+            )
         if missing := self._values.missing:
             event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(

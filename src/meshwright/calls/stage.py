@@ -65,7 +65,7 @@ class StageProgram:
     Attributes:
         start, stop: the events of the stage, ``start <= position < stop``.
         out: the values that later stages take.
-        moves: forks and joins, in the order of the program.
+        forks_and_joins: all of them, in the order of the program.
         joined: values that a join takes from branches.
         lent: (place around, value) of values that a branch makes and a later fork gives to other branches.
         apart: values of branches that only some other branches take: only their ranks get them.
@@ -95,13 +95,15 @@ class StageProgram:
         self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
         self.out = tuple(sorted({n for numbers in self.outgoing.values() for n in numbers}))
         self._places: Sequence[int] = ()
-        self.moves: tuple[Fork | Join, ...] = ()
+        self.forks_and_joins: tuple[Fork | Join, ...] = ()
         if placed and places is not None:
             regions = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
-            self._places, self.moves = regions.places, regions.moves
-        self.joined = frozenset(n for move in self.moves if isinstance(move, Join) for n, _ in move.values)
-        self.lent = frozenset((move.around, n) for move in self.moves if isinstance(move, Fork) for n in move.homes)
-        self.apart = frozenset(n for move in self.moves if isinstance(move, Join) for n in move.takers)
+            self._places, self.forks_and_joins = regions.places, regions.forks_and_joins
+        self.joined = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n, _ in move.values)
+        self.lent = frozenset(
+            (move.around, n) for move in self.forks_and_joins if isinstance(move, Fork) for n in move.homes
+        )
+        self.apart = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n in move.takers)
         self.drawn, self.along = self._drawn_of_all(placed or {}), self._drawn_elsewhere()
         self.last_change = self._last_change()
         self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
@@ -169,7 +171,7 @@ class StageProgram:
         """``RUN``, ``STUB`` or ``OPEN`` for a call."""
         graph, visible = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
         inside = range(call.start, call.stop)
-        values = [n for p in inside for n in graph.made(p)]
+        values = [n for p in inside for n in graph.values_made_by(p)]
         used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
         ours = sum(map(self.runs, inside))
         if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws
@@ -207,6 +209,6 @@ class StageProgram:
 
     def _taken(self, call: Call) -> int:
         """The first position after a call at which something takes one of its values."""
-        values = [n for p in range(call.start, call.stop) for n in self.graph.made(p)]
+        values = [n for p in range(call.start, call.stop) for n in self.graph.values_made_by(p)]
         later = [p for n in values for p in self.graph.consumers.get(n, ()) if p >= call.stop]
         return min(later, default=len(self.graph.events))

@@ -28,10 +28,10 @@ def stub(
         name: marks a tensor as the value with this number.
     """
     memo: dict[int, Any] = {}
-    before, now = call.taken, tensors_of((args, kwargs))
+    before, now = call.argument_tensors, tensors_of((args, kwargs))
     if len(before) == len(now):
         memo |= {id(b): n for b, n in zip(before, now, strict=True) if b is not None}
-    recorded_args, recorded_kwargs = call.given
+    recorded_args, recorded_kwargs = call.arguments
     for b, n in (*zip(recorded_args, args, strict=False), *((recorded_kwargs.get(k), v) for k, v in kwargs.items())):
         if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
             memo[id(b)] = n
@@ -60,8 +60,8 @@ def without_values(graph: ModelGraph) -> None:
         call = _without_unused_arguments(call)
         graph.calls[path] = replace(
             call,
-            given=put_tensors(shapes.bare, call.given),
-            taken=tuple(None if t is None else shapes.bare(t) for t in call.taken),
+            arguments=put_tensors(shapes.bare, call.arguments),
+            argument_tensors=tuple(None if t is None else shapes.bare(t) for t in call.argument_tensors),
             returned=put_tensors(shapes.bare, call.returned),
             grown=tuple(replace(grown, items=put_tensors(shapes.bare, grown.items)) for grown in call.grown),
         )
@@ -108,6 +108,6 @@ def _without_unused_arguments(call: Call) -> Call:
         is_needed = id(argument) in memo or all(t.is_meta for t in tensors_of(argument))
         return argument if is_needed else None
 
-    args, kwargs = call.given
+    args, kwargs = call.arguments
     given = tuple(map(needed, args)), {name: needed(argument) for name, argument in kwargs.items()}
-    return replace(call, given=given, taken=tuple(map(needed, call.taken)))
+    return replace(call, arguments=given, argument_tensors=tuple(map(needed, call.argument_tensors)))

@@ -112,6 +112,9 @@ app.command(
 # 1024 ranks, on a laptop
 meshwright show hf:llama --mesh dp_shard=128,tp=8
 
+# 16 ranks on 2 nodes: the ranks of each node, and which axes cross the network
+meshwright show hf:gpt2 --mesh dp_replicate=2,dp_shard=4,tp=2 --nodes 2
+
 # the slices of rank 3; two pictures of which rank holds which part
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --rank 3
 meshwright show hf:gpt2 --mesh fsdp=2,tp=2 --parameter '*.c_attn.*' --pictures 2

@@ -253,6 +253,16 @@ def check_rank(mesh: Mesh, rank: int | None) -> None:
     findings.raise_if_any()
 
 
+def check_nodes(mesh: Mesh, nodes: int | None) -> None:
+    """Raises PlanError if the ranks of the mesh do not divide over the nodes of ``--nodes``."""
+    findings = Findings("this command")
+    if nodes is not None and mesh.size % nodes:
+        fitting = max(n for n in range(1, nodes) if mesh.size % n == 0)
+        required = f"a divisor of the {mesh.size} ranks of {mesh}: nodes have equal numbers of ranks"
+        findings.add(where="--nodes", given=str(nodes), required=required, fix=f"--nodes {fitting}")
+    findings.raise_if_any()
+
+
 def _profile_of(device: str | None) -> Profile:
     """The profile of this machine's devices. Raises PlanError if there is none."""
     import torch

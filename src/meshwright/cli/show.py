@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Inputs, Problems, check_rank
+from meshwright.cli.given import Inputs, Problems, check_nodes, check_rank
 from meshwright.cli.options import (
     GlobalBatchOption,
     HTMLOption,
@@ -17,6 +17,7 @@ from meshwright.cli.options import (
     LossOption,
     MeshOption,
     NetworkOption,
+    OnNodesOption,
     OtherPlansOption,
     ParameterOption,
     PicturesOption,
@@ -32,10 +33,13 @@ from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, plans_in, quiet
 from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, shard_map
+from meshwright.draw.plain import to_plain
 from meshwright.draw.report import Report, report
 from meshwright.draw.terminal import render
+from meshwright.draw.topology import topology
 from meshwright.errors import Findings
 from meshwright.garbage import rare_garbage_collection
+from meshwright.plan import Plan
 from meshwright.target import with_rows
 
 _LENGTH = 8  # tokens of a row if --seq is absent: which rank holds what does not depend on the length
@@ -49,6 +53,7 @@ def show(
     rank: ShownRankOption = None,
     parameter: ParameterOption = None,
     pictures: PicturesOption = None,
+    nodes: OnNodesOption = None,
     html: HTMLOption = None,
     hardware: PredictedHardwareOption = None,
     network: NetworkOption = None,
@@ -71,34 +76,42 @@ def show(
     )
     with processes.reported_errors():
         problems = Problems()
-        problems.collect(lambda: _check_options(request, html, compare, as_json=as_json))
+        problems.collect(lambda: _check_options(request, html, compare, nodes, as_json=as_json))
         if hardware is not None:
             _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
         with rare_garbage_collection():
-            inputs, shards = _shard_map(request, rank, problems)
+            inputs, shards = _shard_map(request, rank, nodes, problems)
         _check_parameter(shards, parameter)
+        per_node = shards.mesh.size // nodes if nodes else 0
         if html is not None:
-            _write(html, report(shards, title=inputs.target.spec), rank, parameter)
+            _write(html, report(shards, title=inputs.target.spec, per_node=per_node), rank, parameter)
         elif as_json:
-            print(json.dumps(_data(shards if rank is None else shard_map(shards.recipe, [rank]), parameter)))
+            shown = shards if rank is None else shard_map(shards.recipe, [rank])
+            print(json.dumps(_data(shown, parameter, per_node)))
         else:
-            console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures))
+            console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures, per_node=per_node))
 
 
-def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:
+def _shard_map(request: Request, rank: int | None, nodes: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:
     """Reads the inputs, plans the model, and computes which rank holds which part of each parameter.
 
     Args:
         rank: of ``--rank``; must be in the mesh.
+        nodes: of ``--nodes``; must divide the ranks of the mesh.
         problems: the problems that are known already.
 
     Raises:
         PlanError: with every problem, those in ``problems`` among them.
     """
-    inputs = problems.collect(
-        lambda: Inputs.read(request, length=_LENGTH, check=lambda plan: check_rank(plan.mesh, rank))
-    )
+
+    def check(plan: Plan) -> None:
+        wrong = Problems()
+        wrong.collect(lambda: check_rank(plan.mesh, rank))
+        wrong.collect(lambda: check_nodes(plan.mesh, nodes))
+        wrong.raise_if_any()
+
+    inputs = problems.collect(lambda: Inputs.read(request, length=_LENGTH, check=check))
     problems.raise_if_any()
     assert inputs is not None
     processes.print_search_notes(inputs)
@@ -148,7 +161,9 @@ def _write(file: Path | None, drawn: Report, rank: int | None, parameter: str | 
     console().print(f"{file}: {drawn.recipe.mesh}, {ranks:,} rank{'s' * (ranks > 1)}; a browser opens it from disk")
 
 
-def _check_options(request: Request, html: Path | None, compare: list[Path] | None, *, as_json: bool) -> None:
+def _check_options(
+    request: Request, html: Path | None, compare: list[Path] | None, nodes: int | None, *, as_json: bool
+) -> None:
     """Raises PlanError for options that do not go together, and for options that need another one."""
     hardware = request.hardware
     findings = Findings("this command")
@@ -159,6 +174,11 @@ def _check_options(request: Request, html: Path | None, compare: list[Path] | No
         )  # fmt: skip
     if as_json and html is not None:
         findings.add(where="--json", given="given, and --html", required="one of the two", fix="leave out --json")
+    if nodes is not None and hardware is not None:
+        findings.add(
+            where="--nodes", given=f"{nodes}, and --hardware {hardware}",
+            required="one of the two: the profile has the number of devices in a node", fix="leave out --nodes",
+        )  # fmt: skip
     for option, value in (
         ("--network", request.network),
         ("--global-batch", request.global_batch),
@@ -172,9 +192,12 @@ def _check_options(request: Request, html: Path | None, compare: list[Path] | No
     findings.raise_if_any()
 
 
-def _data(shards: ShardMap, parameter: str | None) -> dict[str, Any]:
-    """The map as plain values, for JSON. With a glob, only the parameters that match it."""
+def _data(shards: ShardMap, parameter: str | None, per_node: int) -> dict[str, Any]:
+    """The map as plain values, for JSON. With a glob, only the parameters that match it. ``per_node``: 0, or the number of
+    ranks on a node."""
     data: dict[str, Any] = shards.to_dict()
+    if per_node:
+        data["topology"] = to_plain(topology(shards.mesh, per_node))
     if parameter is not None:
         names = {name for shard in shards.matching(parameter) for name in shard.names}
         data["parameters"] = [line for line in data["parameters"] if line["name"] in names]

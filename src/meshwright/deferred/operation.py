@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.described import Laid, described, laid, made_again
+from meshwright.described import TensorMeta, described, from_description, tensor_meta
 from meshwright.private import schema_of
 
 Changed = list[tuple[Any, Any]]
@@ -48,13 +48,13 @@ def _outputs(func: Any, default: torch.dtype, positional: Any, named: Any) -> An
         return None
     if not all("Tensor" in str(result.type) for result in schema_of(func).returns):
         return None
-    arguments: list[tuple[Tensor, Laid]] = []
+    arguments: list[tuple[Tensor, TensorMeta]] = []
 
-    def on_meta(description: Laid) -> Tensor:
+    def on_meta(description: TensorMeta) -> Tensor:
         arguments.append((description.on_meta(), description))
         return arguments[-1][0]
 
-    args, kwargs = made_again(positional, on_meta), made_again(named, on_meta)
+    args, kwargs = from_description(positional, on_meta), from_description(named, on_meta)
     if any(argument.name == "device" for argument in schema_of(func).arguments):
         kwargs |= {"device": torch.device("meta")}
         kwargs.pop("pin_memory", None)
@@ -62,7 +62,7 @@ def _outputs(func: Any, default: torch.dtype, positional: Any, named: Any) -> An
         outputs = func(*args, **kwargs)
     except Exception:  # no meta kernel, or a wrong call: the run with values will show which
         return None
-    if any(laid(meta) != description for meta, description in arguments):
+    if any(tensor_meta(meta) != description for meta, description in arguments):
         return None  # the op resizes an argument
     plain = all(tensor.is_meta and tensor.layout == torch.strided for tensor in tensors_in(outputs))
     return outputs if plain else None

@@ -20,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import count_text, duration_text, size_text
+from meshwright.draw.nodes import links
 from meshwright.draw.text import ranks_text, sparkline
+from meshwright.draw.topology import topology
 from meshwright.errors import source_place
 from meshwright.names import few, fold_names
 
@@ -112,18 +114,12 @@ def rehearsed(run: DryRun) -> RenderableType:
 
 
 def _links(prediction: Prediction) -> Iterator[RenderableType]:
-    """On several nodes: for each axis its first group of ranks, and whether that stays within a node."""
+    """On several nodes: for each axis a group of its ranks, and the links between them."""
     recipe, on = prediction.recipe, prediction.per_node
     if recipe is None or not 0 < on < recipe.mesh.size:
         return
-    table = _table(("axis", "its first group", "goes"))
-    for axis, size in recipe.mesh.axes:
-        groups = recipe.mesh.groups(axis)
-        nodes = max(len({rank // on for rank in group}) for group in groups)
-        if size > 1:
-            way = "within a node" if nodes == 1 else f"between {nodes} nodes"
-            table.add_row(axis, ranks_text(groups[0]), way + f", {size // nodes} ranks on each" * (1 < nodes < size))
-    yield from _titled(f"{-(-recipe.mesh.size // on)} nodes of {on} ranks, counted node by node", table)
+    placed = topology(recipe.mesh, on)
+    yield from _titled(f"{placed.nodes} nodes of {on} ranks, numbered node by node", links(placed))
 
 
 def _memory(prediction: Prediction) -> Table:

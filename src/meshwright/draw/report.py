@@ -21,6 +21,7 @@ from meshwright.draw.facts import ShardMap, shard_map
 from meshwright.draw.memory import MemoryProfile, memory_profile
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.timeline import Timeline, timeline
+from meshwright.draw.topology import Topology, topology
 from meshwright.mismatch import Mismatch
 from meshwright.recipe import Recipe
 
@@ -83,6 +84,11 @@ class Report:
         """Which rank holds what."""
         return shard_map(self.recipe)
 
+    @cached_property
+    def topology(self) -> Topology | None:
+        """The nodes of the mesh, and which axes communicate between them. None if they are not known."""
+        return topology(self.recipe.mesh, self.per_node) if self.per_node else None
+
     @property
     def sound(self) -> bool:
         """Whether no mismatch is known."""
@@ -115,6 +121,7 @@ def report(
     title: str = "",
     others: Mapping[str, Prediction] | None = None,
     mismatches: Sequence[Mismatch] | None = None,
+    per_node: int = 0,
 ) -> Report:
     """Collects the facts of a plan.
 
@@ -124,12 +131,13 @@ def report(
         title: name of the model or the run.
         others: name → prediction of another plan of the model, to compare with.
         mismatches: shards on ranks of a job that differ from the recipe.
+        per_node: number of ranks on a node, if there is no prediction, which knows it. 0: not known.
 
     Raises:
         ValueError: the prediction has no recipe, since it was measured.
     """
     if not isinstance(shards, (Recipe, ShardMap)):
-        return report(_recipe_of(shards), shards, title=title, others=others, mismatches=mismatches)
+        return report(_recipe_of(shards), shards, title=title, others=others, mismatches=mismatches, per_node=per_node)
     if isinstance(shards, Recipe):
         shards = shard_map(shards)
     recipe = shards.recipe
@@ -144,7 +152,7 @@ def report(
         tuple(_step(name, one) for name, one in predictions.items()),
         None if mismatches is None else tuple(mismatches),
         recipe.notes if prediction is None else prediction.notes,
-        0 if prediction is None else prediction.per_node,
+        per_node if prediction is None else prediction.per_node,
     )
 
 

@@ -23,7 +23,7 @@ from meshwright.draw.facts import ShardMap
 from meshwright.draw.parameters import Row
 from meshwright.draw.text import bar, ranks_text
 from meshwright.recipe import Recipe
-from meshwright.schedule import Span, idle, make_schedule, most_in_flight, timeline
+from meshwright.schedule import Schedule, Span, idle, make_schedule, most_in_flight, timeline
 
 _MOST = 16  # most ranks whose line is drawn, and most stages in the table
 _COLUMNS = 120  # most characters of a line of the timeline
@@ -39,7 +39,7 @@ def stages(shard_map: ShardMap) -> Iterator[RenderableType]:
     yield Text()
     yield _table(recipe, shard_map.bytes_by_rank)
     yield Text()
-    yield drawn(recipe)
+    yield from drawn(recipe)
 
 
 def stages_text(row: Row) -> str:
@@ -62,35 +62,39 @@ def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
         last = stage.modules[-1] if stage.modules else "–"
         sends = size_text(stage.sends) if stage.sends else "–"
         ranks = recipe.stage_ranks_of(stage.index)
-        nbytes = max(sizes[rank] for rank in ranks)
+        held = [sizes[rank] for rank in ranks]
+        ends = dict.fromkeys((size_text(min(held)), size_text(max(held))))  # uneven shards may give the last ranks less
         table.add_row(
             str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / total_work:.0f} %",
             count_text(stage.parameters), sends,
-            Text.assemble((bar(nbytes / most, _BAR), "blue"), f" {size_text(nbytes)}"),
+            Text.assemble((bar(max(held) / most, _BAR) if most else " " * _BAR, "blue"), f" {' to '.join(ends)}"),
         )  # fmt: skip
     if len(recipe.stages) > _MOST:
         table.add_row("…", *[""] * 7)
     return table
 
 
-def drawn(recipe: Recipe) -> Text:
+def drawn(recipe: Recipe) -> Iterator[Text]:
     """The timeline: a line for each rank of the pipeline axis. An action shows its kind and its microbatch, such as ``F0``."""
     ranks, count = recipe.mesh.axis_size("pp"), recipe.microbatches
     schedule = make_schedule(recipe.schedule, ranks, len(recipe.stages), count)
     spans = timeline(schedule)
-    bubble = idle(spans)
     text = Text(f"{recipe.schedule}, {count} microbatch{'es' * (count > 1)} a step", style="bold")
-    text.append("; time goes right, a backward takes two forwards\n", style="not bold")
+    yield text.append("; time goes right, a backward takes two forwards", style="not bold")
     width = max(len(str(count - 1)), 1) + 1 + (len(recipe.stages) > ranks)
     for rank, line in groupby(sorted(spans, key=lambda s: (s.rank, s.start)), key=lambda s: s.rank):
         if rank >= _MOST:
-            text.append(f"… and {ranks - _MOST} more ranks\n", style="dim")
+            yield Text(f"… and {ranks - _MOST} more ranks", style="dim")
             break
-        text.append(f"pp {rank:<3} ")
-        text.append_text(_line(list(line), width, len(recipe.stages) > ranks))
-        text.append("\n")
-    text.append("F forward", style=_STYLES["F"])
-    text.append("  ")
+        cut_off = Text(f"pp {rank:<3} ", no_wrap=True, overflow="ellipsis")  # where the terminal ends
+        yield cut_off.append_text(_line(list(line), width, len(recipe.stages) > ranks))
+    yield _legend(recipe, schedule, idle(spans))
+
+
+def _legend(recipe: Recipe, schedule: Schedule, bubble: float) -> Text:
+    """The colours of a timeline, and how long ranks are idle."""
+    ranks, count = recipe.mesh.axis_size("pp"), recipe.microbatches
+    text = Text().append("F forward", style=_STYLES["F"]).append("  ")
     text.append("B backward", style=_STYLES["B"])
     if recipe.schedule == "zero_bubble":
         text.append("  W of weights, later", style=_STYLES["W"])

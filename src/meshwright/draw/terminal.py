@@ -20,10 +20,13 @@ from rich.text import Text
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.branches import branches
 from meshwright.draw.facts import FEW_RANKS, ShardMap
+from meshwright.draw.nodes import Nodes, links
 from meshwright.draw.parameters import Row
 from meshwright.draw.picture import picture
 from meshwright.draw.stages import stages
+from meshwright.draw.topology import topology
 from meshwright.draw.tree import Listing
+from meshwright.mesh import Mesh
 
 
 def render(
@@ -33,6 +36,7 @@ def render(
     width: int | None = None,
     parameter: str | None = None,
     pictures: int | None = None,
+    per_node: int = 0,
 ) -> RenderableType:
     """A shard map, as a renderable for rich.
 
@@ -43,6 +47,7 @@ def render(
         parameter: a glob. Only parameters that match it are shown, without stages, branches and notes.
         pictures: number of rows, from the first on, that also get a picture of which rank holds which part. Default: 3 with
             ``parameter``, else 0.
+        per_node: number of ranks on a node, to draw the nodes and the links of each axis. 0: not known.
 
     Raises:
         ValueError: the mesh has no such rank.
@@ -56,7 +61,8 @@ def render(
         return Group(Listing(shard_map, rows, shown_rank, width), *_pictures(shard_map, rows, rank, most))
     rows = shard_map.rows
     return Group(
-        heading(shard_map, shown_rank), Text(), Listing(shard_map, rows, shown_rank, width),
+        *mesh_picture(shard_map.mesh, per_node), sizes(shard_map, shown_rank), Text(),
+        Listing(shard_map, rows, shown_rank, width),
         *stages(shard_map), *branches(shard_map), *notes(shard_map),
         *_pictures(shard_map, rows, rank, pictures or 0),
     )  # fmt: skip
@@ -74,17 +80,28 @@ def _pictures(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: 
         yield Text(f"\n{len(rows) - most} more without a picture", style="dim")
 
 
-def heading(shard_map: ShardMap, rank: int) -> Text:
-    """The mesh with its rank groups, and the size of the model."""
-    mesh = shard_map.mesh
-    is_small = mesh.size <= FEW_RANKS
-    text = Text(mesh.picture() if is_small else f"{mesh}: {mesh.size} ranks")
-    text.append("\n\n" if is_small else "\n")
+def mesh_picture(mesh: Mesh, per_node: int = 0) -> Iterator[RenderableType]:
+    """The mesh with its rank groups; if its nodes are known, with each node's ranks and the links of each axis."""
+    if per_node:
+        placed = topology(mesh, per_node)
+        ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
+        yield Text(f"{mesh}: {ranks} on {placed.nodes} node{'s'[: placed.nodes > 1]}\n")
+        yield Nodes(placed)
+        yield from (Text(), links(placed)) if placed.axes else ()
+        yield Text()
+    elif mesh.size <= FEW_RANKS:
+        yield Text(f"{mesh.picture()}\n")
+    else:
+        yield Text(f"{mesh}: {mesh.size} ranks")
+
+
+def sizes(shard_map: ShardMap, rank: int) -> Text:
+    """The size of the model, and how much of it a rank holds."""
     least, most = min(shard_map.bytes_by_rank), max(shard_map.bytes_by_rank)
-    sizes = list(dict.fromkeys((size_text(least), size_text(most))))
-    text.append(f"{count_text(shard_map.numel)} parameters, {size_text(shard_map.bytes)}", style="bold")
-    text.append(f"; at rest a rank holds {' to '.join(sizes)}")
-    text.append(f"\nrank {rank} holds {size_text(shard_map.bytes_at(rank))}" if len(sizes) > 1 else "")
+    ends = list(dict.fromkeys((size_text(least), size_text(most))))
+    text = Text(f"{count_text(shard_map.numel)} parameters, {size_text(shard_map.bytes)}", style="bold")
+    text.append(f"; at rest a rank holds {' to '.join(ends)}", style="not bold")
+    text.append(f"\nrank {rank} holds {size_text(shard_map.bytes_at(rank))}" if len(ends) > 1 else "", style="not bold")
     return text
 
 

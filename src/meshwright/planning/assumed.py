@@ -1,4 +1,4 @@
-"""What is assumed of values that are not there: numbers, sizes, and shapes that torch does not know on meta."""
+"""Assumptions for a forward on meta: the numbers that it reads, sizes that depend on values, and shapes that torch lacks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def another(held: int, most: int) -> int:
-    """Another number than a mask of ``most`` elements holds."""
-    return held // 2 if held > 1 or held == most else min(2, most)
+def another(count: int, size: int) -> int:
+    """A count of selected elements that differs from ``count``, for a mask of ``size`` elements."""
+    return count // 2 if count > 1 or count == size else min(2, size)
 
 
 def of_another(mask: Tensor) -> Tensor:
-    """A mask that holds another number of elements."""
-    held, most = int(mask.count_nonzero()), mask.numel()
-    order = mask.flatten().bool().to(torch.uint8).argsort(descending=True, stable=True)  # those that it holds first
-    made = torch.zeros(most, dtype=torch.bool)
-    made[order[: another(held, most)]] = True
-    return made.view(mask.shape)
+    """A mask of the same shape that selects another number of elements."""
+    count, size = int(mask.count_nonzero()), mask.numel()
+    selected_first = mask.flatten().bool().to(torch.uint8).argsort(descending=True, stable=True)
+    other = torch.zeros(size, dtype=torch.bool)
+    other[selected_first[: another(count, size)]] = True
+    return other.view(mask.shape)
 
 
 def to_meta(t: Tensor) -> Tensor:
-    # From a meta tensor: a factory that asks for meta by name is taken for one that asked a parameter's device.
+    # Made from a meta tensor: ``Shadow`` takes a factory with ``device="meta"`` for one that asked a parameter's device.
     return t if t.is_meta else _SEED.new_empty_strided(t.size(), t.stride(), dtype=t.dtype)
 
 
@@ -41,35 +41,35 @@ def _item(x: Tensor) -> Any:
     return {True: 1.0, False: 1}[x.is_floating_point()] if x.dtype != torch.bool else True
 
 
-def _nonzero(held: Held, x: Tensor) -> Tensor:
-    return torch.empty((held(x), x.dim()), dtype=torch.int64, device=META)
+def _nonzero(count: Count, x: Tensor) -> Tensor:
+    return torch.empty((count(x), x.dim()), dtype=torch.int64, device=META)
 
 
-def _masked_select(held: Held, x: Tensor, mask: Tensor) -> Tensor:
-    selected = held(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)))
+def _masked_select(count: Count, x: Tensor, mask: Tensor) -> Tensor:
+    selected = count(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)))
     return torch.empty(selected, dtype=x.dtype, device=META)
 
 
-def _unique(held: Held, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _unique(count: Count, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = to_meta(x)
-    return x.new_empty(held(x)), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(held(x), dtype=torch.int64)
+    return x.new_empty(count(x)), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(count(x), dtype=torch.int64)
 
 
-def _unique_dim(held: Held, x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _unique_dim(count: Count, x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = to_meta(x)
-    unique = held(x.new_empty(x.shape[dim]))
+    unique = count(x.new_empty(x.shape[dim]))
     shape = (*x.shape[:dim], unique, *x.shape[dim + 1 :])
-    count = x.new_empty(unique, dtype=torch.int64)
-    return x.new_empty(shape), x.new_empty(x.shape[dim], dtype=torch.int64), count
+    counts = x.new_empty(unique, dtype=torch.int64)
+    return x.new_empty(shape), x.new_empty(x.shape[dim], dtype=torch.int64), counts
 
 
-def _bincount(held: Held, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def _bincount(count: Count, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(minlength or held(x), dtype=dtype, device=META)
+    return torch.empty(minlength or count(x), dtype=dtype, device=META)
 
 
-Held = Callable[[Tensor], int]
-SIZED: dict[Any, Any] = {  # what they give has a size that follows from values
+Count = Callable[[Tensor], int]
+SIZED: dict[Any, Any] = {  # functions whose results have a size that depends on values
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
@@ -83,7 +83,7 @@ ASSUMED: dict[Any, Any] = {
     aten.is_nonzero.default: lambda x: True,
     aten.equal.default: lambda x, y: True,
 }
-READS = {  # as a person writes it
+READS = {  # each function under the name that a person writes
     aten._local_scalar_dense.default: "a number or a bool",
     aten.item.default: "a number or a bool",
     aten.is_nonzero.default: "a bool",
@@ -98,14 +98,14 @@ READS = {  # as a person writes it
 
 
 def _ctc_loss(log_probs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """A loss a row, and what only its backward reads."""
+    """The loss of each row, and a tensor that only the backward reads."""
     rows = log_probs.shape[1:2]
     return torch.empty(rows, dtype=log_probs.dtype, device=META), torch.empty(0, dtype=log_probs.dtype, device=META)
 
 
 # Functions that have no meta kernel in torch: their shapes.
 NO_META: dict[Any, Any] = {aten._ctc_loss.Tensor: _ctc_loss, aten._ctc_loss.default: _ctc_loss}
-# The other answers: to a question about a value of the batch, the opposite; of what has no value, nothing is true.
+# The other answers: the opposite, if the tensor has values (it follows from the batch); False, if it has none.
 CONTRARY: dict[Any, Any] = {
     aten._local_scalar_dense.default: lambda func, x: False if x.is_meta else not func(x),
     aten.item.default: lambda func, x: False if x.is_meta else not func(x),

@@ -16,7 +16,13 @@ from meshwright.planning.kept import own_attributes
 
 
 class Use(NamedTuple):
-    """Of an attribute: how many events there had been, whether it was set, and the call whose forward did it."""
+    """One use of an attribute.
+
+    Attributes:
+        events: how many events the forward had had before it.
+        is_set: whether the attribute was set; else it was read.
+        path: the call whose forward used it.
+    """
 
     events: int
     is_set: bool
@@ -24,66 +30,75 @@ class Use(NamedTuple):
 
 
 class AttributeUses:
-    """When attributes are read and set: for the time of a ``with``, the modules and objects that have them are of classes that
-    tell.
+    """Records when attributes are read and set. Inside ``with uses.watched()``, their owners (modules and plain objects) have
+    classes that record each access.
+
+    The class of some objects cannot be changed (``types.SimpleNamespace``). Then only the reads of the module's attribute that
+    holds the object are recorded, not what is done with the object.
+
+    Args:
+        slots: the attributes.
+        now: returns how many events the forward has had.
+        where: returns the call whose forward runs.
 
     Attributes:
-        found: of each attribute its uses, in order.
-        within_others: attributes of objects that cannot tell, or whose ``__dict__`` the model has asked for.
-
-    Of an object whose class cannot be changed (``types.SimpleNamespace``) it is told when a module's attribute is read that it
-    is within; what is done with it then is not.
+        by_slot: attribute → its uses, in order.
+        unobserved: attributes of which some uses may be missing: their object's class cannot be changed, or the model has read
+            the ``__dict__`` of their owner.
     """
 
     def __init__(
         self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
     ) -> None:
         self._model, self._now, self._where = model, now, where
-        self.found: dict[Slot, list[Use]] = {slot: [] for slot in slots}
-        self.within_others: set[Slot] = set()
+        self.by_slot: dict[Slot, list[Use]] = {slot: [] for slot in slots}
+        self.unobserved: set[Slot] = set()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes each use of a slot."""
+        """Records each use of a slot."""
         before: list[tuple[Any, type]] = []
         try:
             for owner, slots in self._owners():
                 before.append((owner, type(owner)))
-                object.__setattr__(owner, "__class__", self._telling(type(owner), slots))
+                object.__setattr__(owner, "__class__", self._recording_class(type(owner), slots))
             yield
         finally:
             for owner, cls in before:
                 object.__setattr__(owner, "__class__", cls)
 
     def _owners(self) -> list[tuple[Any, dict[str, list[Slot]]]]:
-        """What has the attributes, and will tell of them: (the module or object, its attribute → what is told of it)."""
+        """The modules and objects to watch: (owner, name of its attribute → the slots of which a use is recorded)."""
         owners: dict[int, tuple[Any, dict[str, list[Slot]]]] = {}
         silent: dict[int, list[Slot]] = {}
-        for slot in self.found:
+        for slot in self.by_slot:
             if (owned := owner_of(self._model.get_submodule(slot[0]), slot[1])) is not None:
                 owner, name = owned
-                if _can_tell(owner):
+                if _class_can_change(owner):
                     owners.setdefault(id(owner), (owner, {}))[1].setdefault(name, []).append(slot)
                 else:
                     silent.setdefault(id(owner), []).append(slot)
-        self.within_others = {slot for slots in silent.values() for slot in slots}
+        self.unobserved = {slot for slots in silent.values() for slot in slots}
         for module in self._model.modules() if silent else ():
             for name in own_attributes(vars(module)):
-                told = [s for _, o in plain_objects(name, vars(module)[name], set()) for s in silent.get(id(o), ())]
-                if told:
-                    owners.setdefault(id(module), (module, {}))[1].setdefault(name, []).extend(told)
+                objects = plain_objects(name, vars(module)[name], set())
+                slots_within = [slot for _, item in objects for slot in silent.get(id(item), ())]
+                if slots_within:
+                    owners.setdefault(id(module), (module, {}))[1].setdefault(name, []).extend(slots_within)
         return list(owners.values())
 
-    def _telling(self, cls: Any, slots: Mapping[str, Sequence[Slot]]) -> type:
+    def _recording_class(self, cls: Any, slots: Mapping[str, Sequence[Slot]]) -> type:
+        """A subclass of ``cls`` that records each read and write of the attributes in ``slots``."""
+
         def note(name: str, is_set: bool) -> None:
             for slot in slots.get(name, ()):
-                self.found[slot].append(Use(self._now(), is_set, self._where()))
+                self.by_slot[slot].append(Use(self._now(), is_set, self._where()))
 
         def get(owner: Any, name: str) -> Any:
-            if name == "__dict__" and called_by_model():  # what is done with it is not told
-                self.within_others.update(slot for told in slots.values() for slot in told)
-                for any_of_them in slots:
-                    note(any_of_them, False)
+            if name == "__dict__" and called_by_model():  # what the model does with the dict is not recorded
+                self.unobserved.update(slot for of_attribute in slots.values() for slot in of_attribute)
+                for attribute in slots:
+                    note(attribute, False)
             note(name, False)
             return cls.__getattribute__(owner, name)
 
@@ -94,28 +109,28 @@ class AttributeUses:
         return _like(cls, {"__getattribute__": get, "__setattr__": put})
 
     def within(self, slot: Slot, call: Path) -> bool:
-        """Whether the slot was used in a call alone."""
-        return all(use.path[: len(call)] == call for use in self.found[slot])
+        """Whether every use of the slot was within one call, or in calls that it made."""
+        return all(use.path[: len(call)] == call for use in self.by_slot[slot])
 
     def carries(self, slot: Slot) -> bool:
-        """Whether what the slot held before may be used: it was not set first of all."""
-        return not self.found[slot] or not self.found[slot][0].is_set
+        """Whether the forward may use what the slot held before it: the slot's first use was not a write."""
+        return not self.by_slot[slot] or not self.by_slot[slot][0].is_set
 
 
-def _can_tell(owner: Any) -> bool:
-    """Whether an object can be of another class for a while."""
+def _class_can_change(owner: Any) -> bool:
+    """Whether an object's class can be changed for a while. Tries it."""
     if isinstance(owner, nn.Module):
         return True
     cls = type(owner)
     try:
         object.__setattr__(owner, "__class__", _like(cls, {}))
         object.__setattr__(owner, "__class__", cls)
-    except Exception:  # whatever a class may say to having a subclass
+    except Exception:  # a class may raise anything if it is subclassed
         return False
     return True
 
 
 def _like(cls: Any, methods: Mapping[str, Any]) -> type:
-    """A class whose objects are laid out as those of ``cls``."""
+    """A subclass of ``cls`` with more methods. Its objects have the same memory layout, so ``__class__`` may be assigned."""
     slots = {} if issubclass(cls, nn.Module) else {"__slots__": ()}
     return type(cls)(cls.__name__, (cls,), {**slots, **methods, "__module__": cls.__module__})

@@ -22,24 +22,26 @@ from meshwright.submesh import Submesh, Submeshes, trunk
 
 
 def find_branches(
-    model: nn.Module, plan: Plan, said: Branches, graph: ModelGraph, findings: Findings
+    model: nn.Module, plan: Plan, branches: Branches, graph: ModelGraph, findings: Findings
 ) -> tuple[Branches, list[str]]:
-    """The branches, as the forward has them; and what a person should know.
+    """The plan's branches, completed from the recorded forward (regions, work, places of parameters), and notes for a person.
 
     Args:
-        graph: the forward, recorded.
+        said: the branches that the plan names.
+        graph: the recorded forward.
+        findings: gets the problems: modules that are not called, branches that cannot run at the same time.
     """
     notes: list[str] = []
-    check_streams(said.streams, graph, findings)
-    if not said.places:
-        return said, notes
-    tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, said.places, graph)))
-    followed = followers(graph, said.placed, tree)
-    placed = {**said.placed, **{module: (branch,) for module, branch in followed.items()}}
+    check_streams(branches.streams, graph, findings)
+    if not branches.places:
+        return branches, notes
+    tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, branches.places, graph)))
+    followed = followers(graph, branches.placed, tree)
+    placed = {**branches.placed, **{module: (branch,) for module, branch in followed.items()}}
     if followed:
         chosen = tuple(
             replace(p, modules=(*p.modules, *(m for m, branch in followed.items() if branch == number)))
-            for number, p in enumerate(said.places, 1)
+            for number, p in enumerate(branches.places, 1)
         )
         tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, chosen, graph)))
         notes += [f"{module} runs on {tree[branch].on}: it takes only what that branch gives, and others would wait"
@@ -52,15 +54,15 @@ def find_branches(
     _check_kept(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
-    several = [name for name, places in homes.items() if len(places) > 1]
-    if several:
-        notes.append(f"used in several places, held whole in each, gradients summed: {few(several)}")
-    weighed = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(tree.all[1:], 1))
-    return Branches(weighed, placed, said.streams, regions, homes), notes
+    shared = [name for name, places in homes.items() if len(places) > 1]
+    if shared:
+        notes.append(f"used in several places, held whole in each, gradients summed: {few(shared)}")
+    with_work = tuple(replace(p, work=_work(i, tree, regions, graph)) for i, p in enumerate(tree.all[1:], 1))
+    return Branches(with_work, placed, branches.streams, regions, homes), notes
 
 
 def _divided(model: nn.Module, places: tuple[Submesh, ...], graph: ModelGraph) -> tuple[Submesh, ...]:
-    """The places, each knowing whether its data ranks run some rows each."""
+    """The places, with ``splits`` set: whether each data rank of a place runs only some of the rows."""
     around = {p.parent for p in places}
     return tuple(
         replace(p, splits=p.data > 1 and number not in around and rows_apart(model, p, graph))
@@ -69,7 +71,7 @@ def _divided(model: nn.Module, places: tuple[Submesh, ...], graph: ModelGraph) -
 
 
 def _undivided(places: Submeshes) -> list[str]:
-    """Notes on places whose data ranks all run all rows."""
+    """Notes on places with several data ranks of which each runs all rows."""
     notes, around = [], {p.parent for p in places.all}
     for number, place in enumerate(places.all):
         if number and place.data > 1 and not place.splits:
@@ -82,20 +84,24 @@ def _undivided(places: Submeshes) -> list[str]:
 
 
 def _work(branch: int, places: Submeshes, regions: Regions, graph: ModelGraph) -> int:
-    """Of the events of a branch and those within it."""
+    """Sum of ``Event.work`` over the events of a branch and of the branches within it."""
     events = (e for e, at in zip(graph.events, regions.places, strict=True) if branch in places.chain(at))
     return sum(e.work for e in events)
 
 
 def check_streams(streams: Mapping[str, int], graph: ModelGraph, findings: Findings) -> None:
-    """Each block on a stream must have another beside it, of another stream, before something takes what it gave."""
+    """Adds a finding for each block on a stream beside which no block of another stream can run.
+
+    A block can run beside another if the other ends before anything uses a value that the first made.
+    """
     calls = sorted((c for c in graph.calls.values() if c.module in streams), key=lambda c: c.start)
     beside: set[str] = set()
     for i, call in enumerate(calls):
-        made = [n for p in range(call.start, call.stop) for n in graph.made(p)]
-        taken = min((p for n in made for p in graph.consumers.get(n, ()) if p >= call.stop), default=len(graph.events))
+        values = [n for p in range(call.start, call.stop) for n in graph.values_made_by(p)]
+        uses_after = (p for n in values for p in graph.consumers.get(n, ()) if p >= call.stop)
+        first_use = min(uses_after, default=len(graph.events))
         for other in calls[i + 1 :]:
-            if other.stop <= taken and streams[other.module] != streams[call.module]:
+            if other.stop <= first_use and streams[other.module] != streams[call.module]:
                 beside |= {call.module, other.module}
     for name in sorted(set(streams) - beside):
         findings.add(
@@ -115,7 +121,7 @@ def _check_called(
             findings.add(
                 where=f"modules.{name}.on",
                 given="a module whose forward the model does not call",
-                required="modules that are called; of a container, those within it",
+                required="modules that are called; for a container, the modules within it",
                 fix=f"'{name}.*': {{on: '{places[turns[0]].on}'}}",
             )
         elif len(turns) > calls[name]:
@@ -129,25 +135,26 @@ def _check_called(
 
 def _check_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     for position in ties_by_reads(regions, placed, places, graph):
-        event, branch, why = graph.events[position], regions.places[position], "and a branch comes after it"
+        event, branch = graph.events[position], regions.places[position]
+        why = "and a branch comes after it"
         if branch:
             why = f"which {places[branch].on} alone has, in a call that other ranks follow too"
         findings.add(
             where=f"modules.on, in {spelled(event.path)}",
             given=f"a value is read there ({event.function}, {event.line}), {why}",
             required="branches whose way does not depend on values",
-            fix="leave out on: for what is in that module",
+            fix="leave out on: for the modules within that module",
         )
 
 
 def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph) -> list[int]:
-    """The positions of reads that branches do not go with.
+    """The positions of events that read a value (``if x.any():``) where branches cannot be.
 
-    After a value is read, what a module does may follow from it: a branch in there may be another one. And one that is read in
-    a branch is not there on ranks that follow the same call because they need something else of it.
+    After a read, the module's path may depend on the value, so no branch may follow in the same call. A value that a branch
+    has is missing on other ranks: they must not follow the call that reads it (a stub of the call is fine).
     """
     ties = []
-    elsewhere: dict[int, StageProgram] = {}  # of ranks that are not of a branch
+    elsewhere: dict[int, StageProgram] = {}  # branch → what ranks outside it do
     for i, event in enumerate(graph.events):
         call, branch = graph.calls.get(event.path), regions.places[i]
         if not event.reads or not event.inputs or call is None:
@@ -180,7 +187,8 @@ def _check_kept(placed: Placed, places: Submeshes, graph: ModelGraph, findings: 
 
 
 def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
-    """Generators of the model's own from which several places draw: other ranks must be able to draw as many numbers."""
+    """Adds a finding for each ``torch.Generator`` of the model from which several places draw, if other ranks cannot draw the
+    same count of numbers."""
     for generator, positions in graph.drawn_from.items():
         branch = next((regions.places[p] for p in positions if regions.places[p]), 0)
         if generator in graph.drawn_along or {regions.places[p] for p in positions} <= {branch}:
@@ -196,8 +204,12 @@ def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, finding
 
 
 def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
-    """What modules keep, by module and name, if a branch changes it, or uses it before a change, and another place uses it too:
-    with the branch, and the position of a use elsewhere in ``graph.followed``, if there is that."""
+    """Slots (buffers and attributes of modules) that a branch changes, or uses before a change, and that another place uses.
+
+    Returns:
+        (slot, branch, position of a use elsewhere). The position counts events of ``graph.followed`` if there is one, else of
+        ``graph``.
+    """
     followed = graph.followed or graph
     if not followed.kept:
         return []
@@ -211,25 +223,25 @@ def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tup
 
 
 def _check_alone(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
-    """Branches beside which no other runs: what ties them to each other; each tie once."""
-    told: set[str] = set()
+    """Adds a finding for branches that cannot run beside another: the value that makes one wait. Each value is named once."""
+    reported: set[str] = set()
     for branch, join in unaccompanied(regions, places):
         place = places[branch]
         other = next(p for p in places.branches if places[p].parent == place.parent and p != branch)
         tie = _tie(regions, places, graph, join)
-        if tie in told:
+        if tie in reported:
             continue
-        told.add(tie)
+        reported.add(tie)
         findings.add(
             where=f"modules.{place.modules[0]}.on",
             given=f"{place.on}, at the same time as {places[other].on}: {tie}",
-            required="branches that take nothing of each other between the fork and the join",
+            required="branches that use no value of each other between the fork and the join",
             fix=f"leave out on: for {place.modules[0]}",
         )
 
 
 def _tie(regions: Regions, places: Submeshes, graph: ModelGraph, join: Join) -> str:
-    """The value that stands between a branch and the others, in words."""
+    """Text for the value that makes a branch run before or after the others."""
     waiting = first_wait(regions, places, graph, join)
     if waiting is None:
         return "they stand one after the other"
@@ -253,7 +265,7 @@ def _module(path: Any) -> str:
 def _homes(
     model: nn.Module, graph: ModelGraph, regions: Regions, placed: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter → the places that use it; one that this forward does not use is where its module stands."""
+    """Parameter → the places that use it; for a parameter that this forward does not use, the places of its module."""
     homes: dict[str, tuple[int, ...]] = {}
     for name, _ in model.named_parameters():
         used = {regions.places[p] for p in graph.uses.get(name, ()) if not graph.events[p].hands_on}
@@ -262,7 +274,7 @@ def _homes(
 
 
 def buffer_place(name: str, graph: ModelGraph, branches: Branches) -> int:
-    """The place whose copy of a buffer counts: of the last event that takes it, or where its module stands."""
+    """The place whose copy of a buffer counts: the place of the last event that uses it, or that of its module if none does."""
     if branches.regions is None:
         return 0
     for position in range(len(graph.events) - 1, -1, -1):

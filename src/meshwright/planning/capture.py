@@ -29,31 +29,38 @@ from meshwright.private import pytree
 def capture(
     model: nn.Module, run: Callable[[nn.Module], Any], *, staged: bool = True, grad: bool = True, follow: bool = False
 ) -> ModelGraph:
-    """The graph of a forward.
+    """Records one forward as a graph. The forward may run several times; afterwards, the model's state is as before.
 
     Args:
-        model: with parameters on meta; its forwards are followed for the time of the call.
-        run: runs the model's forward on a batch, and the loss on its output; what it returns are the results.
-        staged: whether stages of a pipeline will each run a part. Else every rank keeps what modules keep.
-        grad: whether the forward is one for a backward; a model may ask.
-        follow: whether to tell where what modules keep is used, also if every rank keeps it (``ModelGraph.followed``).
+        model: the model, with parameters on meta.
+        run: runs the model's forward on a batch, and the loss on its output; returns the results.
+        staged: whether pipeline stages will each run a part of the forward. Else every rank has all buffers and attributes of
+            modules, and changes all of them.
+        grad: whether gradients are enabled in the forward (``torch.is_grad_enabled()``, which a model may read).
+        follow: whether to record where buffers and attributes of modules are used even if every rank has them
+            (``ModelGraph.followed``).
+
+    Raises:
+        PlanError: the forward cannot run on tensors without values.
     """
     with torch.set_grad_enabled(grad), held_kept(model):
         return _captured(model, run, staged, follow)
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, follow: bool) -> ModelGraph:
-    kept, origins, held = Kept(model), Origins(), host_generators(model)
-    numbers = host_drawn(held)
+    kept, origins, generators = Kept(model), Origins(), host_generators(model)
+    numbers = host_drawn(generators)
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
     changed = kept.changed(recorder.memory.written) if staged or follow else []
-    draws = host_drawn(held) != numbers
+    draws = host_drawn(generators) != numbers
     kept.put_back()
     reshaped: list[Slot] = []
     followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
     kept.put_back()
-    if changed or draws:  # what is kept is a value from the start, which is known only now; so is that it draws
+    # Record again: a slot that the forward changes is a value from its start. Only now it is known which slots change, and
+    # whether the forward draws random numbers.
+    if changed or draws:
         recorder, shadow = record(changed, draws=draws)
         reshaped = recorder.kept.reshaped()
         kept.put_back()
@@ -76,16 +83,17 @@ def _next_path(
     kept: Kept,
     draws: bool,
 ) -> list[Span]:
-    """What the forward that follows keeps together, if it goes another way for what this one leaves.
+    """The calls that must stay in one stage because the next forward takes another path through them, due to state that this
+    forward leaves.
 
     Args:
-        changed: where modules keep what a forward changes; ``acted_on``: of these, what Python may act on.
+        changed: the slots that a forward changes; ``acted_on``: those whose contents may decide the path in Python.
     """
     try:
         record(changed, draws=draws)
-        # As a stage follows it: what is kept, and follows from constants alone (a cache of positions), is no value.
+        # As a stage follows it: a kept tensor that is computed from constants alone (a cache of positions) is no value.
         following = record(graph.carried, draws=draws)[0].graph
-    except PlanError:  # it cannot begin with what has no values
+    except PlanError:  # the next forward cannot run on state without values
         return []
     finally:
         kept.put_back()
@@ -99,15 +107,18 @@ def _with_sizes_of_values(
     kept: Kept,
     draws: bool,
 ) -> Recorder:
-    """A recording in which sizes were assumed that follow from values (of what a mask selects), with what these sizes keep
-    together: a tensor of such a size does not cross a cut. Which those are shows if other sizes are assumed."""
+    """The recording, with a span for each tensor whose size depends on values (a mask selects it): it may not cross a cut.
+
+    The first recording assumed such sizes. A second one with other sizes shows which tensors have them. If the path depends
+    on these sizes too, the forward is recorded once more, and the returned recorder is a new one.
+    """
     graph = recorder.graph
     other = _of_other_sizes(record, changed, kept, draws, fewer=True)
     sized = _of_another_size(recorder, other)
     if sized is not None and not sized & recorder.asked:
         graph.spans += size_of_value(graph, sorted(sized))
         return recorder
-    recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path follows from these sizes, too
+    recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path depends on these sizes too
     kept.put_back()
     if other is not None:
         recorder.graph.spans += path_of_sizes(recorder.graph, other.graph)
@@ -121,8 +132,10 @@ def _with_sizes_of_batch(
     kept: Kept,
     draws: bool,
 ) -> None:
-    """Writes to a graph what sizes of the batch's own values keep together: of what its labels select, say. Another batch has
-    other sizes: if more than tensors of these sizes follows from them, each batch is recorded."""
+    """Adds a span for each tensor whose size depends on values of the batch (a mask of its labels selects it).
+
+    Another batch has other sizes. If the path depends on them as well, sets ``of_this_batch``: each batch is then recorded.
+    """
     graph = recorder.graph
     sized = _of_another_size(recorder, _of_other_sizes(record, changed, kept, draws, fewer_known=True))
     if sized is None or sized & recorder.asked:
@@ -134,7 +147,7 @@ def _with_sizes_of_batch(
 def _of_other_sizes(
     record: Callable[..., tuple[Recorder, Shadow]], changed: Sequence[Slot], kept: Kept, draws: bool, **sizes: bool
 ) -> Recorder | None:
-    """The forward, recorded with other sizes of what follows from values; None if it cannot be run with them."""
+    """The forward, recorded with other assumptions about sizes that depend on values; None if it cannot run with them."""
     try:
         return record(changed, draws=draws, **sizes)[0]
     except PlanError:
@@ -144,8 +157,10 @@ def _of_other_sizes(
 
 
 def _of_another_size(recorder: Recorder, other: Recorder | None) -> set[int] | None:
-    """The values that have another size in another recording; None if that has other events, or if Python was told another
-    size of what is no value."""
+    """The values whose shape differs between two recordings.
+
+    None if the recordings have different events, or if Python read a differing size of a tensor that is no value.
+    """
     if other is None or other.told != recorder.told or _path(recorder.graph) != _path(other.graph):
         return None
     values = zip(recorder.graph.values, other.graph.values, strict=True)
@@ -167,15 +182,15 @@ def _recorded(
     sizes_read: bool = False,
     draws: bool = False,
 ) -> tuple[Recorder, Shadow]:
-    """A forward, recorded, and what was assumed.
+    """Records one forward. Returns the recorder, and the shadow with the assumptions that it made.
 
     Args:
-        origins: gets the memory that the path follows from.
-        changed: where modules keep what it changes.
-        fewer: assume that masks select half of what there is, and not all; ``fewer_known``: that masks of the batch select
-            another number than they do.
-        sizes_read: what makes a tensor whose size follows from values is a read, on which Python acts.
-        draws: whether it draws random numbers of the host's.
+        origins: gets the memory on which the path depends.
+        changed: the slots that the forward changes.
+        fewer: assume that masks without values select half of the elements instead of all; ``fewer_known``: assume that masks
+            of the batch select another number of elements than they do.
+        sizes_read: count an event whose result has a size that depends on values as a read, on which Python acts.
+        draws: whether the forward draws random numbers from Python or NumPy.
     """
     shadow = Shadow(fewer=fewer, fewer_known=fewer_known, origins=origins)
     meeting = Meeting(origins)
@@ -186,7 +201,7 @@ def _recorded(
             stack.enter_context(mode)
         try:
             result = run(model)
-        except Exception as error:  # whatever a model may raise on tensors without values
+        except Exception as error:  # a model may raise anything on tensors without values
             if is_ours(error) or isinstance(error, PlanError):
                 raise
             raise _not_followed(error, shadow) from error
@@ -198,10 +213,10 @@ def _recorded(
 
 
 def _not_followed(error: Exception, shadow: Shadow) -> PlanError:
-    """One error that says where the forward cannot be followed, and which values it had read until then."""
+    """The error for a forward that cannot be followed: the line that failed, and the last three values that it read before."""
     findings = Findings()
-    read = [f"{function} at {line}" for function, line in dict.fromkeys(shadow.assumed)]
-    after = f", after it read values that follow from parameters: {'; '.join(read[-3:])}" if read else ""
+    reads = [f"{function} at {line}" for function, line in dict.fromkeys(shadow.assumed)]
+    after = f", after it read values that follow from parameters: {'; '.join(reads[-3:])}" if reads else ""
     findings.add(
         where=f"the model's {line_of(error) or 'forward'}",
         given=f"a forward that cannot be followed without values: {type(error).__name__}: {str(error)[:200]}{after}",
@@ -213,7 +228,10 @@ def _not_followed(error: Exception, shadow: Shadow) -> PlanError:
 
 @contextmanager
 def computing_in(model: nn.Module, precision: str) -> Iterator[None]:
-    """For the time of a capture, parameters and inputs are of the type that FSDP2's mixed precision computes in."""
+    """Inside the ``with``, parameters and inputs have the dtype in which FSDP2's mixed precision computes.
+
+    Does nothing unless ``precision`` is ``bfloat16`` or ``float16``.
+    """
     if precision not in ("bfloat16", "float16"):
         yield
         return

@@ -1,9 +1,8 @@
-"""Parts of a model that ``torch.compile`` made: whether they stay compiled is said in the recipe's notes.
+"""Notes of the recipe on compilation: which parts of a model that ``torch.compile`` made stay compiled, and whether the
+plan's ``compile: true`` has an effect.
 
-They do if the mesh has data axes alone: the forward is torch's own then. Where tensors are cut or a forward is followed
-call by call (tp, pp, branches), a function mode of ours is on, and they run as the plain functions that they were made of.
-
-And whether the plan's own ``compile: true`` has anything to compile.
+Compiled parts stay compiled if the mesh has data axes only: then the forward is torch's own. With tp, pp or branches, a
+function mode of ours is on, and compiled parts run as their plain functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from meshwright.private import compiles
 
 
 def compiled_notes(model: nn.Module, mesh: Mesh, branches: bool) -> tuple[str, ...]:
-    """One note for the parts of ``model`` that are compiled; none if there is none. ``branches``: whether there are any."""
+    """One note for the compiled parts of ``model``; none if no part is compiled. ``branches``: whether the plan has any."""
     names = [name or "the model" for name, module in model.named_modules() if compiles(module)]
     if not names:
         return ()
@@ -29,7 +28,7 @@ def compiled_notes(model: nn.Module, mesh: Mesh, branches: bool) -> tuple[str, .
 
 
 def compile_notes(plan: Plan) -> tuple[str, ...]:
-    """A note if a plan's ``compile: true`` has nothing to compile: only over tp have blocks programs."""
+    """A note if a plan's ``compile: true`` has nothing to compile: blocks have recorded programs only over tp."""
     if not plan.compile or plan.mesh.axis_size("tp") > 1:
         return ()
     return (

@@ -1,9 +1,10 @@
-"""What of a model could run at the same time: found in the recorded forward.
+"""Finds, in the recorded forward, which modules could run at the same time.
 
-Within a call, the calls of modules that it makes form a graph: one follows another where it takes something that follows
-from it. Calls of which neither follows the other, if only through others, form a set; of two sets, all of one comes before
-all of the other. Within a set, calls that follow each other are a branch. (Series and parallel parts of an order: Valdes,
-Tarjan, Lawler, SIAM J. Comput. 11(2), 1982.)
+The calls of modules within one call form a dependency graph: a call depends on another if it uses a value that was computed
+from the other's results. Calls that do not depend on each other are put into one set, also if they are linked only through
+further calls. All calls of one set come before all calls of the next. Within a set, calls that depend on each other form a
+branch.
+(Series and parallel parts of an order: Valdes, Tarjan, Lawler, SIAM J. Comput. 11(2), 1982.)
 
     stem ─┬─ reduce3 ── conv3 ─┬─ head          sets: {stem}, {the five}, {head}
           ├─ one ──────────────┤                branches: {reduce3, conv3}, {one}, {pool, project}
@@ -12,8 +13,8 @@ Tarjan, Lawler, SIAM J. Comput. 11(2), 1982.)
     left.0 ─┬─ left.1 ─┬─                       sets: {left.0, right.0}, {left.1, right.1}
     right.0 ┴─ right.1 ┴─                       branches: each by itself
 
-Where one list of blocks takes of the other and not the other way round, all four are one set, in which all are tied; then each
-list is a branch.
+If only one of the two lists uses results of the other, all four calls form one set in which all are linked. Then each list of
+blocks is a branch.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ Pattern = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A part of a branch's forward: the calls of modules, one after the other; their events; and its work, in operations."""
+    """A possible branch: the modules that it calls in order, the positions of their events, and its work in operations."""
 
     modules: tuple[str, ...]
     positions: tuple[int, ...]
     work: int
 
 
-_Placed = list[tuple[Candidate, str]]  # the branches of a region, and the slice that each has
+_Placed = list[tuple[Candidate, str]]  # the branches of a region, each with its slice of tp
 
 
 def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...]]:
-    """Sets of branches, in the order of the forward; none lies in another.
+    """Sets of branches that could run at the same time, in the order of the forward. No set lies within another.
 
-    Where no branch has more than one place with parameters (q, k and v of attention), tensor parallelism cuts them all
-    without an exchange, and there is nothing to win.
+    A set counts only if one of its branches has several calls with parameters. Else (q, k and v of attention) tensor
+    parallelism cuts all of them without a collective, and branches would gain nothing.
 
     Args:
-        within: look in this module's calls only.
+        within: search only the calls of this module.
     """
     children: dict[Path, list[Call]] = {}
     for call in graph.calls.values():
@@ -79,7 +80,7 @@ def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...
 
 
 def _weights(graph: ModelGraph, calls: Sequence[Call]) -> int:
-    """How many calls within use parameters of their own."""
+    """How many calls within ``calls`` have events that use parameters."""
     return len({e.path for c in calls for e in graph.events[c.start : c.stop] if e.parameters})
 
 
@@ -89,7 +90,7 @@ def _candidate(graph: ModelGraph, calls: Sequence[Call]) -> Candidate:
 
 
 def _regions(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> Iterator[list[list[Call]]]:
-    """The calls of a module's forward in regions, each a list of branches."""
+    """The calls within one call, in sets (see the head of this file); each set is a list of branches."""
     before = _dependencies(graph, around, calls)
 
     def ordered(i: int, j: int) -> bool:
@@ -103,7 +104,11 @@ def _regions(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> Iterator
 
 
 def _tracks(members: list[int], ordered: Callable[[int, int], bool], patterns: Sequence[Pattern]) -> list[list[int]]:
-    """Of calls that are all tied, if only through others: those of one list of blocks, where lists go on side by side."""
+    """Branches among calls that are all linked: one branch for each list of blocks, if the lists run side by side.
+
+    Returns:
+        One branch with all calls if calls with the same name pattern do not all depend on each other.
+    """
     lists: dict[Pattern, list[int]] = {}
     for i in members:
         lists.setdefault(patterns[i], []).append(i)
@@ -115,57 +120,58 @@ def _tracks(members: list[int], ordered: Callable[[int, int], bool], patterns: S
 
 
 def _joined(members: Iterable[int], tied: Callable[[int, int], bool]) -> list[list[int]]:
-    """Members that are tied to each other, if only through others, together; in their order."""
+    """The connected components of ``members`` under the relation ``tied``, sorted."""
     groups: list[list[int]] = []
     for i in members:
         joined = [group for group in groups if any(tied(i, j) for j in group)]
-        groups = [group for group in groups if group not in joined] + [[*(j for group in joined for j in group), i]]
+        others = [group for group in groups if group not in joined]
+        groups = [*others, [*(j for group in joined for j in group), i]]
     return sorted(sorted(group) for group in groups)
 
 
 def _dependencies(graph: ModelGraph, around: Call, calls: Sequence[Call]) -> list[set[int]]:
-    """For each call, those that it follows from."""
+    """For each call, the indices of the calls on which it depends."""
     inside = {p: i for i, c in enumerate(calls) for p in range(c.start, c.stop)}
     before: list[set[int]] = [set() for _ in calls]
     of_value: dict[int, set[int]] = {}
     for p in range(around.start, around.stop):
         event, i = graph.events[p], inside.get(p)
-        deps = {d for n in event.inputs for d in of_value.get(n, ())}
+        dependencies = {d for n in event.inputs for d in of_value.get(n, ())}
         if i is not None:
-            before[i] |= deps - {i}
-            deps = before[i] | {i}
+            before[i] |= dependencies - {i}
+            dependencies = before[i] | {i}
         for n in (*event.outputs, event.written):
             if n is not None:
-                of_value[n] = deps
+                of_value[n] = dependencies
     return before
 
 
-# --- where they go ----------------------------------------------------------------------------------------------------
+# --- places for the branches ------------------------------------------------------------------------------------------
 
 
 def wants_branches(plan: Plan) -> bool:
-    """Whether a plan leaves it to us which modules run at the same time."""
+    """Whether a plan asks us to choose which modules run at the same time (``branches: auto``, or ``on: auto``)."""
     return plan.branches == "auto" or any(entry.on == "auto" for entry in plan.modules.values())
 
 
 def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph) -> tuple[Plan, list[str]]:
-    """The plan, with what it leaves open said; and what was found, for a person.
+    """The plan with each ``auto`` replaced by slices of tp, and notes on the branches for a person.
 
-    The tp ranks are shared out so that the slowest branch of a region is as fast as can be, if work is cut evenly.
+    The tp ranks are divided so that the slowest branch of a region is as fast as possible, if work divides evenly.
 
     Args:
-        entries: module → what the plan says of it.
-        graph: the forward, recorded.
+        entries: module → the plan's settings for it.
+        graph: the recorded forward.
     """
     ranks, slices, notes = plan.mesh.axis_size("tp"), dict[str, list[str]](), list[str]()
-    said = {name for name, entry in entries.items() if entry.on not in (None, "auto")}
+    placed_by_plan = {name for name, entry in entries.items() if entry.on not in (None, "auto")}
     names = [""] if plan.branches == "auto" else [name for name, entry in entries.items() if entry.on == "auto"]
     regions: list[_Placed] = []
     for branches in (r for name in names for r in concurrent(graph, name)):
         modules = [m for branch in branches for m in branch.modules]
         if plan.mesh.axis_size("pp") > 1 and _shares(branches, graph):
-            continue  # another stage might have the same
-        if ranks > 1 and not any(_within(m, s) or _within(s, m) for m in modules for s in said):
+            continue  # a shared parameter may be on another stage
+        if ranks > 1 and not any(_within(m, name) or _within(name, m) for m in modules for name in placed_by_plan):
             regions.append(list(zip(branches, _slices([b.work for b in branches], ranks), strict=True)))
     for region in _admitted([], regions, lambda some: _can_run(some, plan.mesh, graph)):
         for branch, on in region:
@@ -185,13 +191,14 @@ def place_concurrent(plan: Plan, entries: Mapping[str, Entry], graph: ModelGraph
 
 
 def _shares(branches: Sequence[Candidate], graph: ModelGraph) -> bool:
-    """Whether something else uses a parameter of theirs."""
+    """Whether events outside ``branches`` use a parameter of theirs."""
     inside = {p for branch in branches for p in branch.positions}
     return any(not inside.issuperset(graph.uses[name]) for p in inside for name in graph.events[p].parameters)
 
 
 def _admitted(known: list[_Placed], regions: list[_Placed], can_run: Callable[[list[_Placed]], bool]) -> list[_Placed]:
-    """Those that run together, besides the ``known``; tried all at once first, and in halves where that does not do."""
+    """``known`` and those of ``regions`` that can run as well. Tries all at once first; if that fails, half of them, then the
+    other half."""
     if not regions or can_run([*known, *regions]):
         return [*known, *regions]
     if len(regions) == 1:
@@ -201,8 +208,8 @@ def _admitted(known: list[_Placed], regions: list[_Placed], can_run: Callable[[l
 
 
 def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
-    """Whether branches found in the calls run each beside another in the forward: neither functions between them nor values
-    that are read tie them."""
+    """Whether each branch runs beside another in the whole forward, with no function between them that makes one wait, and no
+    value that is read, and no state of modules that they share."""
     spots = {on: read_slice(on) or (0, 0) for region in regions for _, on in region}
     inner = {on: Submesh(on, 0, a, b, Mesh((("tp", b - a),))) for on, (a, b) in spots.items()}
     number = {on: i for i, on in enumerate(inner, 1)}
@@ -224,7 +231,7 @@ def _within(name: str, other: str) -> bool:
 
 
 def _slices(work: Sequence[int], ranks: int) -> list[str]:
-    """A slice of tp for each branch; where there are more branches than ranks, some share one."""
+    """A slice of tp for each branch, as text (``tp[0:2]``). If there are more branches than ranks, some share a slice."""
     bins: list[list[int]] = [[] for _ in range(min(ranks, len(work)))]
     for i in sorted(range(len(work)), key=lambda i: -work[i]):
         min(bins, key=lambda b: sum(work[j] for j in b)).append(i)
@@ -233,7 +240,7 @@ def _slices(work: Sequence[int], ranks: int) -> list[str]:
     split = best_split([[load / g for g in range(1, ranks + 1)] for load in loads], ranks)
     spare, places, start = ranks - sum(split), [""] * len(work), 0
     for b, size in zip(bins, split, strict=True):
-        size, spare = size + spare, 0  # what makes nothing faster goes to the first
+        size, spare = size + spare, 0  # ranks that make nothing faster go to the first slice
         for i in b:
             places[i] = f"tp[{start}:{start + size}]"
         start += size

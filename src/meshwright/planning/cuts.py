@@ -1,4 +1,4 @@
-"""``Style`` and ``Cuts``: how a parameter is to be cut over ``tp``, and how all are; what a plan alone says of it."""
+"""``Style``: what is known about how to cut one parameter over ``tp``. ``Cuts``: the cuts of all parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ AS_SAID = "as the plan says"
 
 @dataclass(frozen=True)
 class Style:
-    """What is known about how a parameter is to be cut.
+    """What is known about how to cut a parameter.
 
-    ``kind``: auto | column | row | whole | cut; ``dim``: the parameter's dim where kind is cut; ``blocks``: sizes of the
-    fused blocks along the sharded dim, or how many equal ones; ``units``: pieces of each block that may not be broken;
-    ``forced``: a person's word.
+    Attributes:
+        kind: ``auto``, ``column``, ``row``, ``shard`` (of ``dim``) or ``replicate``.
+        dim: the parameter's dim to cut, if kind is ``shard``.
+        blocks: sizes of the fused blocks along that dim, or the number of equal blocks.
+        units: the number of indivisible pieces in each block (attention heads, for example).
+        forced: whether the plan says so, rather than the planner.
+        reason: why, as text for a person.
     """
 
     kind: str = "auto"
@@ -33,10 +37,15 @@ class Style:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The result: parameter name → its cut; why, for cut and whole ones; what the last run counted and read.
+    """The cuts of a model's parameters.
 
-    ``refused``: parameter name → why it cannot be cut as the plan says. ``selects``: how many sizes the last run met that
-    follow from values: of what masks select, say.
+    Attributes:
+        layouts: parameter → its cut; parameters that are not cut have no entry.
+        reasons: parameter → why it is cut so, or not cut.
+        ledger: the collectives of the last forward.
+        reads: how many values the last forward read.
+        refused: parameter → why it cannot be cut as the plan says.
+        selects: how many sizes in the last forward depended on values (of tensors that masks select, for example).
     """
 
     layouts: Mapping[str, Shard]
@@ -48,13 +57,13 @@ class Cuts:
 
 
 def dims_of_style(kind: str, rank: int) -> list[int]:
-    """The dims that ``column`` or ``row`` may mean of a parameter, as torch lays out weights: (output, input, …)."""
+    """The dims that ``column`` or ``row`` may cut, best first. Torch's weights have dims (output, input, …)."""
     dims = list(range(rank))
     return dims if kind == "column" else [*dims[1:2], *dims[:1], *dims[2:]]
 
 
 def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
-    """The cut of a dim of ``size`` elements in the blocks and pieces of a style; or why there is none."""
+    """The cut of a dim of ``size`` elements that respects a style's blocks and indivisible pieces; or why there is none."""
     blocks = style.blocks or (size,)
     if isinstance(blocks, int):
         if size % blocks:
@@ -63,19 +72,19 @@ def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
     blocks = blocks if sum(blocks) == size else (size,)
     units = min((gcd(style.units, b) if style.units else b for b in blocks), default=0)
     if units < ranks:
-        what = f"{units} piece{'s' * (units != 1)} that may not be broken"
-        return f"{what} in dim {dim} ({size}) for {ranks} ranks of tp"
+        pieces = f"{units} piece{'s' * (units != 1)} that may not be broken"
+        return f"{pieces} in dim {dim} ({size}) for {ranks} ranks of tp"
     return even_shard(dim, blocks, ranks, style.units)
 
 
 def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]) -> Cuts:
-    """The cuts that the plan names, and no others: for a forward that cannot be followed without values."""
+    """The cuts that the plan names, and no others. For a forward that cannot be followed without values."""
     layouts: dict[str, Shard] = {}
     refused: dict[str, str] = {}
     for p in model.parameters():
         name = names[id(p)]
         style = styles[name]
-        if not style.forced or (dim := _dim_as_said(style, p.dim())) is None:
+        if not style.forced or (dim := _dim_of_style(style, p.dim())) is None:
             continue
         cut = cut_in_style(style, dim, p.shape[dim], size)
         if isinstance(cut, Shard):
@@ -88,8 +97,8 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
     return Cuts(layouts, reasons, Ledger(), 1, refused, 1)
 
 
-def _dim_as_said(style: Style, rank: int) -> int | None:
-    """The dim that a style cuts of a parameter with ``rank`` dims; None for a vector beside its weight."""
+def _dim_of_style(style: Style, rank: int) -> int | None:
+    """The dim that a style cuts, of a parameter with ``rank`` dims; None for a vector (a bias) in style column or row."""
     if style.kind == "shard":
         return style.dim if style.dim is not None and style.dim < rank else None
     return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None

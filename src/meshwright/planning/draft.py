@@ -1,4 +1,4 @@
-"""``Draft``: what is known so far of a model under a plan; a frozen value. Each pass of planning/resolve.py gives the next."""
+"""``Draft``: a recipe in the making, a frozen value. Each pass of planning/resolve.py takes one and returns the next."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ class Draft:
     """A recipe in the making.
 
     Attributes:
-        model: with parameters on the meta device, buffers real.
-        plan: as a person wrote it; then with the branches that it leaves to be found.
+        model: the model, with parameters on the meta device and real buffers.
+        plan: the plan as a person wrote it; after a pass also with the branches that ``auto`` found.
         run: runs the model's forward on the sample batch, and the loss on its output.
-        batch: the sample; ``whole_batch``: whether these are the rows of all data ranks together.
+        batch: the sample batch; ``whole_batch``: whether it has the rows of all data ranks together.
         names: every parameter once, with its tied names.
-        findings: what is wrong, in the order in which it was found.
-        notes: what a person should know, in the order in which it is told.
-        entries: module or parameter → what the plan's globs say of it.
-        blocks: repeated blocks of the model; ``writing``: those that write to what they are given.
-        graph: the forward, recorded; None without stages and branches.
+        findings: problems of the plan, in the order in which the passes found them.
+        notes: notes for a person, in the order in which they are printed.
+        entries: module or parameter → the plan's settings for it.
+        blocks: repeated blocks of the model; ``writing``: those that write to their arguments.
+        graph: the recorded forward; None without stages and branches.
         branches: which ranks run which branch.
-        units: FSDP2's, innermost first and the root last.
+        units: FSDP2's units, innermost first and the root last.
         recompute: modules that are run again in the backward.
-        cuts: the shards over tp; None if the forward cannot be followed without values, and the plan names none.
-        uses: what the forward uses, and where; None if it cannot be followed.
-        drawn: whether it draws random numbers that can decide what it calls: Python's, NumPy's, or torch's that it reads.
-        stages: of the pipeline; none without one. ``homes``: parameter → the stages that use it.
-        schedule: of the pipeline.
-        buffers: for each buffer its name, and the stage and the place whose copy counts.
-        loose: parameter → why it stays out of its unit, or nothing where a note says so.
-        kept: of these, those of which the model uses the very object, from elsewhere than its modules.
+        cuts: the shards over tp; None if the forward cannot be followed without values, and the plan names no cut.
+        uses: which parameters the forward uses, and where; None if it cannot be followed.
+        drawn: whether the forward draws random numbers that can decide its path: from Python, NumPy, or from torch if it
+            reads them.
+        stages: the pipeline's stages; empty without a pipeline. ``homes``: parameter → the stages that use it.
+        schedule: the pipeline's schedule.
+        buffers: for each buffer (name, stage, place): whose copy counts.
+        loose: parameter → why it stays out of its unit; "" if a note says why.
+        kept: those of ``loose`` that the model also reaches by a reference outside its modules, to the Parameter object itself.
     """
 
     model: nn.Module
@@ -92,12 +93,12 @@ class Draft:
 
     @property
     def data(self) -> int:
-        """Over how many data ranks the rows are divided, at most: of the mesh, and within a branch."""
+        """The largest number of data ranks over which rows are divided: those of the mesh times those within a branch."""
         return self.plan.mesh.data_size * max((p.data for p in self.branches.places), default=1)
 
     @property
     def routed(self) -> bool:
-        """Whether data ranks may use different parameters: the forward's path may follow from values or chance."""
+        """Whether data ranks may use different parameters, as the forward's path may depend on values or random numbers."""
         return self.data > 1 and (self.cuts is None or self.uses is None or self.cuts.reads > 0 or self.drawn)
 
     @property
@@ -107,7 +108,7 @@ class Draft:
         return tuple(block for block in self.blocks if block not in self.writing) if cut else ()
 
     def entry(self, name: str) -> Entry:
-        """What the plan says of a module or parameter; an empty entry if it says nothing."""
+        """The plan's settings for a module or parameter; an empty entry if the plan has none."""
         return self.entries.get(name, Entry())
 
     def wrong(self, findings: Iterable[Finding]) -> Draft:

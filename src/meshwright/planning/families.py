@@ -1,4 +1,4 @@
-"""Families: the same parameter of every repeated block, for which one decision is taken.
+"""Families: a family holds the corresponding parameters of all repeated blocks. Planning decides once for each family.
 
     layers.0.up.weight  layers.1.up.weight      one family: layers 0 and 1 are repeated blocks
     mlp.fc1.weight      mlp.fc2.weight          two: the digit is part of a name
@@ -22,7 +22,7 @@ Structure = tuple[Any, ...]
 
 
 def families(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Each parameter's name → the name of its family: the same for the same parameter of every repeated block."""
+    """Each parameter's name → the name of its family. Corresponding parameters of repeated blocks share one family."""
     finder = _Finder(model)
     return {name: finder.family(name) for name in names}
 
@@ -32,7 +32,7 @@ class _Finder:
         self.model = model
         self.structures: dict[int, Structure] = {}
         self.numbers: dict[Structure, int] = {}  # structures, in the order in which they were met
-        self.repeated: dict[int, dict[str, str]] = {}  # a module → its children that are repeated, with a common name
+        self.repeated: dict[int, dict[str, str]] = {}  # id of a module → its repeated children → their common name
 
     def family(self, name: str) -> str:
         module: Any = self.model
@@ -73,7 +73,7 @@ def _folded(part: str) -> str:
 
 
 def _may_repeat(parent: nn.Module, part: str, member: Any) -> bool:
-    """Whether a child may be one of several repeated ones, rather than a step with a number for a name."""
+    """Whether a child may be one of several repeated blocks; else it is a step whose name is a number."""
     if part.isdigit() and not isinstance(parent, nn.Sequential):
         return True
     return isinstance(member, nn.Module) and next(member.children(), None) is not None

@@ -1,11 +1,10 @@
-"""Modules that a plan does not place, and that stand between branches: each goes with the branch that alone feeds it.
+"""Modules that a plan does not place and whose inputs come from one branch only: each runs on that branch's ranks.
 
     tower_a ─► project_a ─┐        plan: tower_a on tp[0], tower_b on tp[1]
     tower_b ─► project_b ─┴─► loss
 
-``project_a`` takes what ``tower_a`` gives. On the ranks of the trunk it would have to wait for ``tower_a``, and ``tower_b``,
-which the model calls after it, would wait too: the towers would run one after the other. On the ranks of ``tower_a``
-nobody waits.
+``project_a`` uses the result of ``tower_a``. On the ranks of the trunk it would have to wait for ``tower_a``. ``tower_b``,
+which the model calls next, would wait too: the towers would run one after the other. On the ranks of ``tower_a`` nobody waits.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from meshwright.submesh import Submeshes
 
 
 def followers(graph: ModelGraph, placed: Placed, places: Submeshes) -> dict[str, int]:
-    """The modules that must go with a branch so that branches run at the same time: module → branch.
+    """Module → the branch with which it must run, so that branches run at the same time.
 
     Returns:
-        Nothing if the branches run at the same time as they are, or if no such modules would make them.
+        An empty dict if the branches run at the same time already, or if moving modules does not make them do so.
     """
     moved: dict[str, int] = {}
     for _ in graph.calls:
@@ -42,17 +41,21 @@ def followers(graph: ModelGraph, placed: Placed, places: Submeshes) -> dict[str,
 
 
 def unaccompanied(regions: Regions, places: Submeshes) -> Iterator[tuple[int, Join]]:
-    """Branches that run in no region with another, though the plan has others beside them; and where each joins."""
+    """Yields each branch that runs in no region with another, although the plan has others of the same parent; and its join."""
     for branch, join in regions.alone().items():
         if any(places[p].parent == places[branch].parent and p != branch for p in places.branches):
             yield branch, join
 
 
 def first_wait(regions: Regions, places: Submeshes, graph: ModelGraph, join: Join) -> tuple[int, int] | None:
-    """What ended the region before a join: the event, by its position, that takes a value of a branch and is not of that
-    branch; and the number of the value."""
+    """The event that ended the region before a join: the first event outside a branch that uses a value of the branch.
+
+    Returns:
+        (the event's position, the value's number), or None if there is no such event.
+    """
     joins = sorted(
-        (m for m in regions.moves if isinstance(m, Join) and m.around == join.around), key=lambda m: m.position
+        (m for m in regions.forks_and_joins if isinstance(m, Join) and m.around == join.around),
+        key=lambda m: m.position,
     )
     ended = joins[max(0, joins.index(join) - (join is joins[-1]))]
     homes = dict(ended.values)
@@ -64,7 +67,11 @@ def first_wait(regions: Regions, places: Submeshes, graph: ModelGraph, join: Joi
 
 
 def _fed_by(regions: Regions, graph: ModelGraph, placed: Placed, position: int, number: int) -> Call | None:
-    """The outermost call around an event that takes nothing of other branches than the one that made a value."""
+    """The outermost call around an event whose inputs come only from the trunk and from the branch that made value ``number``.
+
+    None if there is no such call; a call is skipped if its module is called more than once, has events in a branch, or is or
+    contains a placed module.
+    """
     branch = regions.places[graph.values[number].position]
     calls = Counter(call.module for call in graph.calls.values())
     path = graph.events[position].path
@@ -75,7 +82,7 @@ def _fed_by(regions: Regions, graph: ModelGraph, placed: Placed, position: int, 
             continue
         if any(name == call.module or name.startswith(call.module + ".") for name in placed):
             continue
-        taken = {n for p in inside for n in graph.events[p].inputs if graph.values[n].position < call.start}
-        if {regions.places[graph.values[n].position] for n in taken} <= {0, branch}:
+        inputs = {n for p in inside for n in graph.events[p].inputs if graph.values[n].position < call.start}
+        if {regions.places[graph.values[n].position] for n in inputs} <= {0, branch}:
             return call
     return None

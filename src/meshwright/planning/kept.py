@@ -1,4 +1,6 @@
-"""``Kept``: what a model's modules keep between forwards. Planning runs several forwards, and leaves it as it was."""
+"""``Kept``: a snapshot of the state that a model's modules keep between forwards. Planning runs several forwards and puts this
+state back after each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from meshwright.private import storage_of, without_any_mode
 
 @dataclass(frozen=True)
 class _Content:
-    """What a slot held: the very thing, and of containers what was in them; of a tensor with values, these."""
+    """The content of a slot at the time of the snapshot.
+
+    Attributes:
+        value: the object itself, not a copy.
+        items: for a list, set or dict a shallow copy; for a tensor with values a copy of them; else None.
+    """
 
     value: Any
     items: Any
@@ -40,6 +47,7 @@ class _Content:
         return _Content(value, None)
 
     def same(self, now: Any) -> bool:
+        """Whether ``now`` is the same object with the same items; constants are compared by type and value."""
         if isinstance(self.value, (bool, int, float, complex, str, bytes, type(None))):
             return type(now) is type(self.value) and bool(now == self.value)
         if now is not self.value:
@@ -48,7 +56,7 @@ class _Content:
 
     def put_back(self) -> None:
         if isinstance(self.items, Tensor):
-            if self.value.shape == self.items.shape:  # (``data``: its version stays, for whoever has it in a graph)
+            if self.value.shape == self.items.shape:  # ``data`` leaves the version counter, which autograd graphs check
                 self.value.data.copy_(self.items)
         elif self.items is not None and not self.same(self.value):
             self.value.clear()
@@ -71,12 +79,16 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_
 
 
 class Kept:
-    """What a model's modules keep, as it was at one time: buffers, attributes that are not torch's own, attributes of the plain
-    objects within them, hooks of forwards, which a model may register in its first forward; and the types of parameters, which
-    a forward may cast."""
+    """A snapshot of a model's state when it is created. It covers:
+
+    - buffers, and attributes of modules that are not torch's own;
+    - attributes of the plain objects within these;
+    - forward hooks, since a model may register some in its first forward;
+    - dtypes of parameters on meta, since a forward may cast them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        with without_any_mode():  # a look at a parameter is no use of it
+        with without_any_mode():  # so that no mode counts this as a use of the parameters
             self._parameters = [(p, p.data) for p in model.parameters() if p.is_meta]
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
@@ -91,7 +103,11 @@ class Kept:
         }
 
     def changed(self, written: Iterable[int]) -> list[Slot]:
-        """The slots that hold something else now, that there are only now, or whose memory is among what was written."""
+        """The slots that have another content now, that are new or gone, or whose tensors lie in memory that was written.
+
+        Args:
+            written: the memories (addresses of storages) to which the forward wrote.
+        """
         memories = set(written)
 
         def differs(content: _Content | None, table: MutableMapping[str, Any], key: str) -> bool:
@@ -107,15 +123,15 @@ class Kept:
         ]
 
     def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of some slots that held no tensor, or were not there: Python may act on that (``if self.last is not None``)."""
+        """Those of ``slots`` that held no tensor, or did not exist: Python may act on them (``if self.last is not None``)."""
         return [s for s in slots if s not in self._before or not isinstance(self._before[s].value, Tensor)]
 
     def memories(self) -> set[int]:
-        """The memory of tensors that were kept. They are put back, values too."""
+        """The memories of the tensors in the snapshot."""
         return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if has_memory(t)}
 
     def put_back(self) -> None:
-        """Every slot as it was."""
+        """Restores every slot, hook and dtype of the snapshot, and removes new slots."""
         with without_any_mode():
             self._put_back()
 
@@ -137,10 +153,10 @@ class Kept:
 
 
 def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """A forward after which what modules keep is what it was, and their own generators stand where they stood: planning runs
-    several, and a run begins with the first."""
+    """``run``, wrapped: after it, the modules' state and the state of their own generators are as before. Planning runs several
+    forwards, and training must begin with the first one's state."""
 
-    def again(module: nn.Module) -> Any:
+    def restoring(module: nn.Module) -> Any:
         kept = Kept(model)
         try:
             with held_kept(model):
@@ -148,13 +164,17 @@ def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[
         finally:
             kept.put_back()
 
-    return again
+    return restoring
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, str, MutableMapping[str, Any]]]:
-    """Where modules have attributes and buffers, those that are None too, which there is no public way to see or to put back as
-    they were; and where the plain objects within attributes have theirs, each object once: (the module's name, what names
-    there begin with, the table)."""
+    """The dicts that hold the state: of each module its buffers and attributes, and of each plain object within attributes its
+    attributes. An object appears once. (Buffers are read from the module's own dict: no public method shows or restores those
+    that are None.)
+
+    Yields:
+        (the module's name, the prefix of names in this dict, the dict).
+    """
     seen: set[int] = set()
     for path, module in model.named_modules():
         yield path, "", buffers_in(module)
@@ -171,12 +191,15 @@ def own_attributes(table: MutableMapping[str, Any]) -> list[str]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    held = not isinstance(value, nn.Module) and (is_plain_object(value) or not callable(value))
-    return tensors_of(value) if held else []
+    is_state = not isinstance(value, nn.Module) and (is_plain_object(value) or not callable(value))
+    return tensors_of(value) if is_state else []
 
 
 def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
-    """What containers and plain objects within a value hold, as identities: another list where something was put in."""
+    """Identities of all items within a value, through containers and plain objects, ``depth`` levels deep.
+
+    Two calls give different lists if an item was added, removed or replaced in between.
+    """
     identities: list[tuple[int, Any]] = []
 
     def look(item: Any, depth: int) -> None:
@@ -201,5 +224,5 @@ def contents(value: Any, depth: int = 4) -> list[tuple[int, Any]]:
 
 
 def has_memory(t: Tensor) -> bool:
-    """Whether a tensor has a storage that may be told from others."""
+    """Whether a tensor has a storage whose address identifies its memory: whether it is strided."""
     return t.layout is torch.strided

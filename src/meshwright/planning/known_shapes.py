@@ -1,7 +1,7 @@
-"""``KnownShapes``: what torch functions give on meta, each asked once for arguments that are described alike.
+"""``KnownShapes``: a cache of torch functions' results on meta, by the function and a description of its arguments.
 
-The blocks of a model ask the same again and again. To answer a function on meta takes torch several ops, many of which are
-Python; to describe its arguments, and to make a tensor of a known shape, takes a tenth of that.
+The blocks of a model call the same functions with equal shapes. On meta, torch runs several ops for a function, many of them
+in Python. Describing the arguments and making a tensor of a known shape takes a tenth of that time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.described import Laid, described, laid, tensors_among
+from meshwright.described import TensorMeta, described, tensor_meta, tensors_among
 from meshwright.planning.assumed import to_meta
 from meshwright.planning.meeting import Meeting
 from meshwright.planning.shadow import Shadow, is_plain_meta
@@ -23,27 +23,27 @@ from meshwright.spmd.autograd_functions import transforming
 
 @dataclass
 class Asked:
-    """What functions were asked for, which holds for every forward of a model.
+    """The entries of the cache. They hold for every forward of a model, so several ``KnownShapes`` may share them.
 
     Attributes:
-        known: a function and the description of its arguments → what it gives.
-        others: functions that gave something else than a tensor of new memory: not asked after again.
+        known: (function, default dtype, description of its arguments) → its result.
+        others: functions that returned something else than a tensor in new memory. They are not cached.
     """
 
-    known: dict[Any, Laid] = field(default_factory=dict)
+    known: dict[Any, TensorMeta] = field(default_factory=dict)
     others: set[Any] = field(default_factory=set)
 
 
 class KnownShapes(Meeting):
-    """A ``Meeting`` that remembers what functions give.
+    """A ``Meeting`` that caches results of functions.
 
-    A function is remembered if all of its tensors are on meta, if no op that it came to did anything else than to give tensors
-    (``Shadow.noted``), and if it gives one tensor, in memory that is none of its arguments'. What it gives then follows from
-    the description of its arguments and torch's default type.
+    A result is cached if all tensor arguments are on meta, if no op within the function did anything but return tensors
+    (``Shadow.noted``), and if the function returns one tensor that shares no memory with its arguments. The result then
+    depends only on the description of the arguments and on torch's default dtype.
 
     Args:
-        shadow: on for as long as this is.
-        asked: what is known already, and gets the rest.
+        shadow: the mode below this one, entered before it and left after it.
+        asked: a cache to use and to fill; a new one if None.
     """
 
     def __init__(self, shadow: Shadow, asked: Asked | None = None) -> None:
@@ -63,27 +63,30 @@ class KnownShapes(Meeting):
             return super().met(func, name, args, kwargs)
         key = func, torch.get_default_dtype(), described(args), described(kwargs)
         if (known := self._asked.known.get(key)) is not None:
-            # Shadow would take a factory that asks for meta for one that asked a parameter's device.
+            # Shadow would take a factory with ``device="meta"`` for one that asked a parameter's device.
             with without_dispatch():
-                made = known.on_meta()
-            self._shadow.tell(tensors, (), made)
-            return made
+                cached = known.on_meta()
+            self._shadow.tell(tensors, (), cached)
+            return cached
         noted = self._shadow.noted()
         result = super().met(func, name, args, kwargs)
         if self._shadow.noted() == noted and _is_fresh(result, tensors):
-            self._asked.known[key] = laid(result)
+            self._asked.known[key] = tensor_meta(result)
         else:
             self._asked.others.add(func)
         return result
 
 
 MASKED = frozenset([functional.scaled_dot_product_attention])
-"""Functions that take a mask as they take their other tensors, and ask none of its values."""
+"""Functions with a mask among their arguments whose result on meta does not depend on the mask's values."""
 
 
 def _without_mask_values(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """Arguments of which some tensor is on meta, with all of them there. A mask of the batch has values, one for each pair of
-    positions, and such a function computes on them before they meet a tensor without values."""
+    """The arguments with all tensors moved to meta, if any of them is on meta; else the arguments unchanged.
+
+    A mask of the batch has a value for each pair of positions. The function would compute on these values before it meets a
+    tensor without values.
+    """
     if any(t.is_meta for t in tensors_among((*args, *kwargs.values()))):
         with without_dispatch():
             return tuple(map(_on_meta, args)), {name: _on_meta(value) for name, value in kwargs.items()}
@@ -100,7 +103,7 @@ _CONSTANTS = frozenset(
 
 
 def _is_described(x: Any) -> bool:
-    """Whether the description of an argument says all that there is to know of it."""
+    """Whether ``described(x)`` holds every fact of an argument on which a result on meta can depend."""
     kind = type(x)
     if kind in (list, tuple):
         return all(type(item) in _CONSTANTS or is_plain_meta(item) for item in x)
@@ -108,11 +111,11 @@ def _is_described(x: Any) -> bool:
 
 
 def _is_fresh(result: Any, tensors: list[Tensor]) -> bool:
-    """Whether a result is a tensor in memory that is none of the arguments', and that is as large as the tensor."""
+    """Whether a result is a tensor that shares no memory with the arguments and whose storage is exactly as large as itself."""
     if not is_plain_meta(result) or storage_of(result) in set(map(storage_of, tensors)):
         return False
     with without_dispatch():
-        like = laid(result).on_meta()
+        like = tensor_meta(result).on_meta()
     return not result.storage_offset() and result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
 

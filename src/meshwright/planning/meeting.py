@@ -1,4 +1,4 @@
-"""``Meeting``: a ``Shadow`` at the level of torch functions: tensors of the batch and tensors without values in one call."""
+"""``Meeting``: a function mode above ``Shadow``, for functions that fail before the dispatcher if some tensors are on meta."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def gradients_without_values(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """What ``torch.autograd.grad`` gives, for its shapes: a gradient asked for within a forward."""
+    """Stands for ``torch.autograd.grad`` in a forward on meta: returns tensors with the shapes of the gradients."""
     inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    made = (torch.empty_like(to_meta(x), requires_grad=False) for x in inputs)
-    if not create_graph or transforming():  # (a transform's own gradients are told apart by it)
-        return tuple(made)
-    return tuple(x.requires_grad_().clone() if x.is_floating_point() else x for x in made)
+    gradients = (torch.empty_like(to_meta(x), requires_grad=False) for x in inputs)
+    if not create_graph or transforming():  # a transform of torch.func tracks its gradients itself
+        return tuple(gradients)
+    return tuple(x.requires_grad_().clone() if x.is_floating_point() else x for x in gradients)
 
 
 def _autocast_types() -> tuple[tuple[str, torch.dtype], ...]:
-    """The devices for which autocast is on, and its types."""
+    """(device type, dtype) for each device type for which autocast is on."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 def _device() -> torch.device:
-    """One on which autocast does what it does on the model's: where it is on for CUDA without CUDA, the CPU must do."""
+    """A device on which autocast casts as on the model's. The CPU stands in if autocast is on for CUDA and there is no GPU."""
     return torch.device("cuda" if torch.is_autocast_enabled("cuda") and torch.cuda.is_available() else "cpu")
 
 
@@ -66,7 +66,7 @@ _ANSWERED = _READ_PAST | {
 
 
 def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """``Tensor.type``, which has names for types of a device (``torch.DoubleTensor``) and none for those of meta."""
+    """``Tensor.type`` for a tensor on meta: takes and returns the names for tensors on the CPU (``torch.DoubleTensor``)."""
     if dtype is None:
         return x.type().replace("torch.meta.", "torch.")
     if isinstance(dtype, str):
@@ -75,15 +75,17 @@ def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: An
 
 
 class Meeting(FunctionMode):
-    """The same at the level of torch functions, for what never reaches the dispatcher with both kinds.
+    """Lets tensors on meta and tensors of the batch be arguments of one torch function.
 
-    Some functions compare devices first (RNNs, ``cdist``, attention): what such a function refuses, it is asked again with
-    all of its tensors on meta. And ``tolist`` and ``numpy`` read past the dispatcher.
+    ``Shadow`` does this for ATen ops, but some calls do not reach it with both kinds of tensors. RNNs, ``cdist`` and attention
+    compare devices first: if such a function refuses, it is called again with all tensors on meta. ``tolist`` and ``numpy``
+    read values without the dispatcher: a tensor on meta answers with ones.
 
     Args:
-        origins: gets the memory that the answers follow from.
+        origins: gets the memory on which the answers depend.
 
     Attributes:
+        known: how many times ``tolist`` or ``numpy`` read a tensor of the batch.
         differentiates: whether the forward asked for gradients itself.
     """
 
@@ -91,14 +93,15 @@ class Meeting(FunctionMode):
         super().__init__()
         self._origins = origins
         self.known, self.differentiates = 0, False
-        self._types: dict[Any, torch.dtype] = {}  # of what functions give under autocast
+        # Function and dtypes of its arguments → its result's dtype under autocast.
+        self._types: dict[Any, torch.dtype] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.differentiates |= transforming()
         if func in _ANSWERED and (answer := self._answered(func, args, kwargs)) is not NotImplemented:
             return answer
-        if func in FACTS:  # most of what is asked
+        if func in FACTS:  # most calls
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if autocast_is_on() and _autocast_types():
@@ -108,7 +111,7 @@ class Meeting(FunctionMode):
         return self.met(func, name, args, kwargs)
 
     def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What is asked of a tensor without values, or past the dispatcher; NotImplemented where torch is to answer."""
+        """The result of a function of ``_ANSWERED`` for a tensor without values; NotImplemented if torch is to answer."""
         if func is torch.autograd.grad:
             if not any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(args)):
                 return NotImplemented
@@ -122,18 +125,20 @@ class Meeting(FunctionMode):
             return func(torch.ones(x.shape, dtype=x.dtype)) if func in _READ_AS_ONES and x.is_meta else NotImplemented
         if not x.is_meta:
             return NotImplemented
-        if func == _DEVICE:  # what a model makes there, or asks of it (``torch.autocast(x.device.type)``), is real
+        if (
+            func == _DEVICE
+        ):  # tensors that the model makes on this device are real; ``torch.autocast(x.device.type)`` works
             return torch.device("cpu")
         if func is Tensor.type:
             return _type(*args, **kwargs)
-        if func is Tensor.__format__:  # a number in a text: in the name of a module, say
+        if func is Tensor.__format__:  # a number in a text, for example in a module's name
             return NotImplemented if x.dim() else format(x.item(), *args[1:])
         return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None  # no backward follows
 
     def _autocast(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Under autocast, which has nothing for tensors on meta: in the type that it gives on a device.
+        """Runs a function under autocast, which ignores tensors on meta, and casts the result to the dtype it has on a device.
 
-        A function that is written in Python has functions within that have types of their own.
+        A function written in Python runs as its body under this mode, so that each function within is cast by its own rule.
         """
         written_in_python = getattr(func, "__module__", "") in ("torch.nn.functional", "torch.functional")
         if written_in_python and (body := python_body(func)) is not None:
@@ -146,13 +151,16 @@ class Meeting(FunctionMode):
         return result if dtype is None or dtype == result.dtype else result.to(dtype)
 
     def _type_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.dtype | None:
-        """Asked of torch itself, with small tensors; None if the function takes none such. What has one element in a dim may be
-        computed in another way, and type (``einsum``)."""
+        """The dtype of a function's result under autocast, found by calling it with small tensors on a device.
+
+        None if the function fails on every set of small tensors. The key holds which dims have one element, because with those
+        a function may compute in another way and dtype (``einsum``).
+        """
         tensors = tensors_within((args, kwargs))
         key = func, tuple((t.dtype, *(n == 1 for n in t.shape)) for t in tensors), _autocast_types()
-        alone = tuple(t for t in args if isinstance(t, Tensor))  # without how many groups of channels there are, say
-        ways: list[tuple[tuple[Any, Any], int]] = [((args, kwargs), 2), ((args, kwargs), 1), ((alone, {}), 1)]
-        for way, most in ways if key not in self._types else ():
+        tensors_only = tuple(t for t in args if isinstance(t, Tensor))  # without constants such as a number of groups
+        trials: list[tuple[tuple[Any, Any], int]] = [((args, kwargs), 2), ((args, kwargs), 1), ((tensors_only, {}), 1)]
+        for arguments, largest in trials if key not in self._types else ():
             with (
                 suppress(Exception),
                 without_any_mode(),
@@ -160,13 +168,13 @@ class Meeting(FunctionMode):
                 torch.random.fork_rng(devices=[]),
                 _on_a_device(),
             ):
-                inputs, named = pytree.tree_map_only(Tensor, partial(_small, most), way)
+                inputs, named = pytree.tree_map_only(Tensor, partial(_small, largest), arguments)
                 self._types[key] = func(*inputs, **named).dtype
                 break
         return self._types.get(key)
 
     def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What a function gives, where tensors of both kinds may meet."""
+        """Calls a function; if it refuses tensors of two devices, calls it again with all tensors on meta."""
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))
             return func(*args, **kwargs)
@@ -180,9 +188,9 @@ class Meeting(FunctionMode):
         return func(*args, **kwargs)
 
 
-def _small(most: int, t: Tensor) -> Tensor:
-    """A tensor like another on a device, of at most so many elements a dim."""
-    return t.new_zeros([min(n, most) for n in t.shape], device=_device())
+def _small(largest: int, t: Tensor) -> Tensor:
+    """Zeros on a device with the dtype and dims of ``t``, with at most ``largest`` elements in each dim."""
+    return t.new_zeros([min(n, largest) for n in t.shape], device=_device())
 
 
 def _half(t: Tensor) -> Tensor:

@@ -1,28 +1,30 @@
-"""Which memory a forward writes, and what that keeps within one stage of a pipeline. The rule, in full:
+"""Which memory a forward writes, and which parts of the forward must therefore stay in one pipeline stage. The rule, in full:
 
-    Stages have copies. A value that crosses a cut arrives as memory of its own, with what was written to it until then. So a
-    cut is right if no later write would have to reach, through memory, what is on its other side:
+    Each stage has copies. A value that crosses a cut arrives in memory of its own, with the contents that were written before
+    the cut. So a cut is right if no later write must reach a tensor on the other side of the cut through shared memory:
 
-    1  Names of one memory. If something at or after a cut writes to a memory, at most one name of it (a tensor: a slice and
-       what it is a slice of are two) was made before the cut and is used at or after it.
-    2  Memory that follows from the batch alone, which every stage has, is a value from the first write of an event on. Its
-       other names were not sent with it: they are met in the stage of that write.
+    1  Several tensors in one memory (a tensor and a slice of it). If an event at or after a cut writes to the memory, at most
+       one of its tensors may be made before the cut and used at or after it.
+    2  Memory that is computed from the batch alone. Every stage has it, until an event first writes to it; from then on it is
+       a value. Its other tensors are not sent with the value: all their uses are in the stage of that write.
     3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
-       changes or makes it and the next one begins with it: from its first use to its last change all is in one stage. That
-       stage alone has it; others are sent what they take of it later in the forward.
-    4  What a checkpoint of the model's own computes again, if it changes such memory: it does so twice, on one device as well.
-    5  A ``torch.Generator`` of the model's own, from which several places of the forward draw: each rank has a copy, and draws
-       along with other stages (``StageProgram.along``). Where it cannot, all that draws from it is in one stage: if how many
-       numbers are drawn follows from values, or if a checkpoint of the model's own draws them again.
-    6  Random numbers of Python's and NumPy's: every stage runs the Python that draws them, if a module holds the generator to
-       the forward's end. A call that acts on a value is run by its stage alone: if it may draw, no cut is made after it, and
-       none at all if a module holds the generator.
-    7  A gradient that the forward asks for itself: from the first use of that by which it is asked, as autograd's graph is one
-       stage's.
-    8  A sparse or nested tensor: from where it is made to its last use, as what is sent is strided.
+       changes or makes it and the next forward begins with it: all events from its first use to its last change are in one
+       stage. Only that stage has the memory. Other stages get the values that they use later in the forward.
+    4  A checkpoint of the model's own that changes such memory: it stays whole, as it changes the memory twice, as on one
+       device.
+    5  A ``torch.Generator`` of the model's own from which several places of the forward draw. Each rank has a copy, and draws
+       the numbers of other stages as well (``StageProgram.along``). All its draws are in one stage if a rank cannot do that:
+       if how many numbers are drawn depends on values, or if a checkpoint of the model's own draws them again.
+    6  Random numbers from Python and NumPy. Every stage runs the Python code that draws them, up to the forward's end if a
+       module holds the generator. A call that acts on a value runs on its stage only: if it may draw, there is no cut after
+       it, and no cut at all if a module holds the generator.
+    7  A gradient that the forward asks for itself: all events from the first use of the tensors with respect to which it is
+       taken are in one stage, since an autograd graph belongs to one stage.
+    8  A sparse or nested tensor: its event and all its uses are in one stage, since only strided tensors are sent.
 
-What aliases what is asked of storages, not of names or functions; what is written is asked of ATen's ops. A write gives every
-tensor of the memory another number (``Event.renamed``), so that the stage in which the write is sends what is there then.
+Whether tensors share memory is read from their storages, not from names or functions. Which tensors an op writes is read from
+its ATen schema. A write gives every tensor in the memory a new number (``Event.renamed``), so that the stage of the write sends
+the contents after the write.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from meshwright.spmd.torch_functions import written_by
 
 
 class Memory(DispatchMode):
-    """Notes, of each ATen op, the memory that it writes and the memory that it makes.
+    """Records, for each ATen op, the memory that it writes and the memory that it allocates.
 
     Attributes:
-        ticks: ops so far.
-        made: memory → the op that made it; none for memory that was there before.
-        written: memory → the op that last wrote to it.
+        ticks: how many ops have run; also the number of the last op.
+        made: memory → the number of the op that allocated it. Memory from before this mode was entered has no entry.
+        written: memory → the number of the op that last wrote to it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Memory(DispatchMode):
         return out
 
     def since(self, tick: int) -> set[int]:
-        """The memory that was written after an op."""
+        """The memories that were written after op number ``tick``."""
         return {memory for memory, last in self.written.items() if last > tick}
 
 
@@ -80,7 +82,7 @@ class Memory(DispatchMode):
 
 @dataclass
 class Touches:
-    """Positions at which a memory, or a slot, is used and changed."""
+    """Positions of the events that use a memory or slot, and of those that change it."""
 
     used: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
@@ -93,49 +95,54 @@ def keep_together(
     parameters: Mapping[str, Touches],
     at_end: Iterable[int],
 ) -> None:
-    """Writes to the graph what the rule at the head of this file keeps within one stage.
+    """Adds to the graph the spans that must stay within one stage, by the rule at the head of this file.
 
     Args:
-        foreign: memory that follows from the batch, and that events write.
-        slots: of those that are carried from one forward to the next.
-        parameters: that the forward writes.
-        at_end: values that modules hold when the forward has ended.
+        foreign: memory that is computed from the batch alone and that events write → its uses and changes.
+        slots: slot whose content one forward leaves to the next → its uses and changes.
+        parameters: parameter that the forward writes → its uses and changes.
+        at_end: numbers of the values that modules hold when the forward has ended.
     """
     graph.spans += _names_of_written_memory(graph, at_end)
-    graph.spans += _left_unseen(graph)
+    graph.spans += _values_left_unreturned(graph)
     graph.spans += _drawn_from_one_generator(graph)
     graph.spans += _drawn_as_values_decide(graph)
     graph.spans += _differentiated(graph)
-    graph.spans += _written_before(graph)
+    graph.spans += _written_before_checkpoints(graph)
     graph.spans += _sparse_or_nested(graph)
     for touched in foreign.values():
         graph.spans.append(
             _span(graph, touched.changed[:1] + touched.used, "a write in place to what follows from the batch")
         )
     for (module, name), touched in slots.items():
-        what = ".".join(filter(None, (module, name)))
-        graph.spans.append(_span(graph, touched.used[:1] + touched.changed, f"{what} is kept for the next forward"))
+        slot_name = ".".join(filter(None, (module, name)))
+        graph.spans.append(
+            _span(graph, touched.used[:1] + touched.changed, f"{slot_name} is kept for the next forward")
+        )
     for name, touched in parameters.items():
         graph.spans.append(_span(graph, touched.used, f"the forward writes {name}"))
     changed = {p for touched in (*foreign.values(), *slots.values(), *parameters.values()) for p in touched.changed}
-    for start, stop in graph.segments.values():  # (what is cut is not run again: ``StageInterpreter.segment_begins``)
+    for start, stop in graph.segments.values():  # (a checkpoint that is cut does not recompute: see ``segment_begins``)
         if any(start <= p < stop for p in changed):
             graph.spans.append(_span(graph, [start, stop - 1], "a checkpoint changes it twice, as on one device"))
     graph.spans = [s for s in dict.fromkeys(graph.spans) if s.first < s.last]
 
 
-def _written_before(graph: ModelGraph) -> Iterator[Span]:
-    """What a checkpoint takes of a tensor that was written in place: the model hands it the tensor, which in another stage than
-    that of the write stands for what it was before; and what the checkpoint computes again is not looked into."""
+def _written_before_checkpoints(graph: ModelGraph) -> Iterator[Span]:
+    """Spans from a tensor that was written in place to a checkpoint of the model's own that uses it.
+
+    The model passes the tensor itself to the checkpoint. In a stage without the write, that tensor has the contents from before
+    the write; and the checkpoint's recomputation is not followed, so nothing replaces the tensor there.
+    """
     written = {n for p in range(len(graph.events)) for n in graph.writes(p)} if graph.segments else set()
     for start, stop in graph.segments.values():
-        taken = written.intersection(n for event in graph.events[start:stop] for n in event.inputs)
-        for position in sorted({p for n in taken if (p := graph.values[n].position) < start}):
+        inputs = written.intersection(n for event in graph.events[start:stop] for n in event.inputs)
+        for position in sorted({p for n in inputs if (p := graph.values[n].position) < start}):
             yield _span(graph, [position, stop - 1], "a checkpoint takes a tensor that is written in place")
 
 
 def _sparse_or_nested(graph: ModelGraph) -> Iterator[Span]:
-    """What is sent is a strided tensor: values of other layouts stay in the stage that makes them."""
+    """Spans from each sparse or nested tensor to its last use: only strided tensors can be sent to another stage."""
     for number, consumers in graph.consumers.items():
         if not (value := graph.values[number]).strided:
             yield _span(graph, [value.position, *consumers], "a sparse or nested tensor")
@@ -150,7 +157,11 @@ def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
 
 
 def size_of_value(graph: ModelGraph, values: Iterable[int], *, of_batch: bool = False) -> list[Span]:
-    """What keeps values of sizes that follow from values, of the batch perhaps, on one side of a cut."""
+    """Spans from each of ``values``, whose sizes depend on values, to its last use.
+
+    Args:
+        of_batch: whether the sizes depend on values of the batch only.
+    """
     uses = ([graph.values[n].position, *graph.consumers.get(n, ())] for n in values)
     why = "a tensor whose size follows from values"
     spans = (replace(_span(graph, positions, why), of_batch=of_batch) for positions in uses)
@@ -158,8 +169,8 @@ def size_of_value(graph: ModelGraph, values: Iterable[int], *, of_batch: bool = 
 
 
 def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
-    """The same, if the path follows from these sizes: from where two recordings with other sizes begin to differ, to the last
-    use of what was made until they are alike again."""
+    """The span that two recordings with different assumed sizes do not have in common, if the path depends on these sizes: from
+    the first event that differs to the last use of a value from the events that differ."""
     steps = [
         [(e.path, e.function, [g.values[n].shape for n in e.outputs if n is not None]) for e in g.events]
         for g in (graph, other)
@@ -168,30 +179,34 @@ def path_of_sizes(graph: ModelGraph, other: ModelGraph) -> list[Span]:
     first = next((p for p in range(count) if steps[0][p] != steps[1][p]), count)
     alike = next((p for p in range(count - first) if steps[0][-1 - p] != steps[1][-1 - p]), count - first)
     stop = len(graph.events) - alike
-    uses = [q for p in range(first, stop) for n in graph.made(p) for q in graph.consumers.get(n, ())]
+    uses = [q for p in range(first, stop) for n in graph.values_made_by(p) for q in graph.consumers.get(n, ())]
     if first >= stop:
         return []
     return [_span(graph, [first, stop - 1, *uses], "what is called follows from a size that follows from values")]
 
 
 def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Sequence[Slot]) -> list[Span]:
-    """What keeps calls in one stage that go another way in the forward that follows, for what modules keep. Such a call is not
-    looked into then, or a call around it: a module that keeps a table in its first call, and takes it in its second, goes
-    another way within the module that calls it twice.
+    """Spans for calls that take another path in the next forward, because of state that this forward leaves in ``slots``.
+
+    Such a call, or one around it that stages do not follow, runs on one stage. Example: a module that computes a table in its
+    first call and reads it in its second; the call of the module that calls it twice is kept in one stage.
+
+    Args:
+        graph: this forward; ``following``: the next one.
 
     Raises:
-        PlanError: the way is another one in calls that stages look into.
+        PlanError: the path differs in calls that every stage follows.
     """
     events, next_events = (_events_by_call(g) for g in (graph, following))
     spans = []
     for path in [p for p in dict.fromkeys((*events, *next_events)) if events.get(p) != next_events.get(p)]:
         calls = [c for depth in range(len(path), 0, -1) if (c := graph.calls.get(path[:depth])) is not None]
         if not calls or any(c.acts for c in calls):
-            continue  # (what follows from a value that is read is recorded again)
+            continue  # a call that acts on a value is recorded anew
         around = next((c for c in calls if not _looked_into(graph, c)), None)
         if around is None:
             raise _other_way(graph, following, path, slots)
-        around.visible = False  # what it has counted its stage alone uses, and alone counts
+        around.visible = False  # only its stage runs it, and only its stage uses the state that it changes
         spans.append(
             _span(graph, [around.start, around.stop - 1], f"{spelled(around.path)} goes another way next time")
         )
@@ -199,14 +214,14 @@ def path_of_the_next_forward(graph: ModelGraph, following: ModelGraph, slots: Se
 
 
 def _looked_into(graph: ModelGraph, call: Call) -> bool:
-    """Whether stages follow a call of which one stage runs all: the model's own, one that changes what others meet, and one
-    whose values others take otherwise than from what it gave."""
+    """Whether other stages follow a call even if one stage runs all of it: the model's own call; a call that changes state that
+    others read; a call whose values others use without getting them from its result."""
     if call.path == ROOT or (call.visible and not call.counts) or call.fresh:
         return True
     inside = range(call.start, call.stop)
-    told = {*call.outputs, *(n for grown in call.grown for n in grown.values)} - {*call.stashed}
-    left = (n for p in inside for n in graph.made(p) if n not in told)
-    return any(p not in inside for n in left for p in graph.consumers.get(n, ()))
+    returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)} - {*call.stashed}
+    unreturned = (n for p in inside for n in graph.values_made_by(p) if n not in returned)
+    return any(p not in inside for n in unreturned for p in graph.consumers.get(n, ()))
 
 
 def _events_by_call(graph: ModelGraph) -> dict[Path, list[tuple[str, tuple[Any, ...]]]]:
@@ -220,10 +235,10 @@ def _events_by_call(graph: ModelGraph) -> dict[Path, list[tuple[str, tuple[Any, 
 def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequence[Slot]) -> PlanError:
     """The error for a forward that goes another way than the one before it."""
     events = [[e for e in g.events if e.path == path] for g in (graph, following)]
-    same = next(
-        (i for i, (a, b) in enumerate(zip(*events, strict=False)) if a.function != b.function), min(map(len, events))
-    )
-    line = next((e[same].line for e in events[::-1] if same < len(e)), "")
+    pairs = enumerate(zip(*events, strict=False))
+    differing = (i for i, (a, b) in pairs if a.function != b.function)
+    first = next(differing, min(map(len, events)))
+    line = next((e[first].line for e in events[::-1] if first < len(e)), "")
     names = ", ".join(".".join(filter(None, slot)) for slot in slots[:3])
     return PlanError.of(
         "this plan",
@@ -235,12 +250,13 @@ def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequ
 
 
 def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
-    """Writes to the graph that a call of a module with backward hooks is not cut: on one device such a hook is called when the
-    backward comes to the module, and finds there what its forward left."""
+    """Adds a span for each call of a module with backward hooks, so that it is not cut: such a hook runs when the backward
+    reaches the module, and reads state that the module's forward left."""
     for call in graph.calls.values():
         if call.path != ROOT and has_backward_hooks(model.get_submodule(call.module)):
             inside = [call.start, call.stop - 1]
-            for beside in (call.start - 1, call.stop):  # torch's own, which tells when the backward comes to it
+            # Torch's own ``view_as``, by which it sees the backward reach the module.
+            for beside in (call.start - 1, call.stop):
                 event = graph.events[beside] if 0 <= beside < len(graph.events) else None
                 if event is not None and (event.path, event.function) == (call.path[:-1], "view_as"):
                     inside.append(beside)
@@ -248,27 +264,31 @@ def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
             graph.spans += [span] if span.first < span.last else []
 
 
-def _left_unseen(graph: ModelGraph) -> Iterator[Span]:
-    """Calls that read a value are not looked into by other stages, and run unseen from there on by their own: what they leave
-    otherwise than by returning or appending it, by a write in place say, is had by their stage alone."""
+def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
+    """Spans for values of a call that reads a value, if they are used after the call without being returned or appended to a
+    list (a write in place, for example). Other stages do not follow such a call, so only its stage has these values."""
     for call in graph.calls.values():
         if not call.acts or call.path == ROOT:
             continue
-        told = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        left = {n: p for p in range(call.start, call.stop) for n in graph.made(p) if n not in told}
-        uses = [(left[n], p) for n in left for p in graph.consumers.get(n, ()) if p >= call.stop]
+        inside = range(call.start, call.stop)
+        returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
+        unreturned = {n: p for p in inside for n in graph.values_made_by(p) if n not in returned}
+        uses = [
+            (position, p) for n, position in unreturned.items() for p in graph.consumers.get(n, ()) if p >= call.stop
+        ]
         if uses:
-            read = min(
-                p for p in range(call.start, call.stop) if graph.events[p].path == call.path and graph.events[p].reads
-            )
-            first = min(read, *(made for made, _ in uses))
+            first_read = min(p for p in inside if graph.events[p].path == call.path and graph.events[p].reads)
+            first = min(first_read, *(position for position, _ in uses))
             last = max(use for _, use in uses)
             yield _span(graph, [first, last], f"what {spelled(call.path)} leaves follows from a value that it reads")
 
 
 def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:
-    """What draws from one generator, where a stage cannot draw along with another; else what keeps a stage from coming to
-    the last draw: a value that is read, in a call of which it runs a part."""
+    """Spans for generators of the model's own from which several events draw.
+
+    If other stages cannot draw the same count of numbers, all draws of a generator are in one span. Else every stage must reach
+    the last draw: a call that reads a value before it may not be cut between its start and the read.
+    """
     for generator, positions in graph.drawn_from.items():
         if generator not in graph.drawn_along:
             yield _span(graph, positions, "how often one generator is drawn from follows from more than shapes")
@@ -280,8 +300,11 @@ def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:
 
 
 def _drawn_as_values_decide(graph: ModelGraph) -> Iterator[Span]:
-    """A call that reads a value runs on its stage alone: another does not know how many numbers of the host's it drew. What
-    follows draws on from there; so does the next forward, if a module holds the generator."""
+    """Spans for calls that act on a value and may draw random numbers from Python or NumPy.
+
+    Such a call runs on its stage only, so other stages do not know how many numbers it drew. Later draws continue from there:
+    the span reaches to the forward's end, and covers all of it if a module holds the generator (the next forward draws on).
+    """
     for call in graph.calls.values():
         if call.acts and call.draws_host and call.path != ROOT:
             first = 0 if graph.draws_held else call.start
@@ -290,7 +313,8 @@ def _drawn_as_values_decide(graph: ModelGraph) -> Iterator[Span]:
 
 
 def _differentiated(graph: ModelGraph) -> Iterator[Span]:
-    """From the first use of that by which a gradient is asked for, whatever it was written to since, to where it is asked."""
+    """Spans for gradients that the forward asks for itself (``torch.autograd.grad``): from the first use of the tensors with
+    respect to which they are taken, under any number that a write in place gave these tensors, to the call that asks."""
     for position, values in graph.differentiated.items():
         first = 0
         if values is not None:
@@ -301,7 +325,8 @@ def _differentiated(graph: ModelGraph) -> Iterator[Span]:
 
 
 def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterator[Span]:
-    """Where two names of a memory are in use at once, up to the last write to it."""
+    """Spans in which two tensors of one memory are in use, up to the last write to the memory. (``Value.name`` identifies a
+    tensor; a write in place gives it another number.)"""
     writes: dict[int, int] = {}
     for position in range(len(graph.events)):
         for n in graph.writes(position):
@@ -316,10 +341,10 @@ def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterat
             life[0], life[1] = min(life[0], value.position), max(life[1], last)
     for memory, names in lives.items():
         last_write = writes[memory]
-        reached = -1  # up to where a name made so far is in use
-        for made, last in sorted(map(tuple, names.values())):
+        reached = -1  # the last use of the names seen so far
+        for first, last in sorted(map(tuple, names.values())):
             stop = min(reached, last, last_write)
-            if stop > made:
+            if stop > first:
                 line = graph.events[last_write].line
-                yield Span(made, stop, f"a write in place to memory that has several names ({line})")
+                yield Span(first, stop, f"a write in place to memory that has several names ({line})")
             reached = max(reached, last)

@@ -1,8 +1,7 @@
-"""From which memory the answers follow that a forward without weights was given: so another batch that has the same values
-there takes the same path.
+"""``Origins``: the memory on which a forward's path depends. Another batch with the same values there takes the same path.
 
-A forward that is run for its shapes computes what follows from the batch alone, and Python may read that (``if
-mask.all():``). Each op on such values hands on where they come from:
+A forward that runs for its shapes computes the tensors that follow from the batch alone, and Python may read their values
+(``if mask.all():``). Each op on such tensors passes their origins on to its results:
 
     attention_mask ──► == 1 ──► all ──► read: the path follows from attention_mask
     input_ids ──────► == pad ──► a mask that no one reads
@@ -20,42 +19,42 @@ from meshwright.described import tensors_among
 from meshwright.private import storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
 
-_ELSEWHERE = -1  # stands for what no memory says: random numbers, tensors whose memory cannot be told (sparse ones)
+_ELSEWHERE = -1  # the origin of random numbers, and of tensors whose memory cannot be identified (sparse ones)
 
 
 class Origins:
     """Follows the values of one forward.
 
     Attributes:
-        read: the memory, there before the forward, that answers followed from.
+        read: memories from before the forward whose values decided something: the path, or a size.
     """
 
     def __init__(self) -> None:
         self.read: set[int] = set()
-        self._of: dict[int, frozenset[int]] = {}  # memory that an op gave or wrote → what its values follow from
-        self._alive: list[Any] = []  # memory is told by its address, which another would get
+        self._of: dict[int, frozenset[int]] = {}  # memory that an op made or wrote → the origins of its values
+        self._alive: list[Any] = []  # storages, kept so that no other tensor gets their address
 
     @property
     def unknown(self) -> bool:
-        """Whether an answer followed from something besides memory: random numbers, which are others the next time."""
+        """Whether the path depends on something besides memory: random numbers, which differ the next time."""
         return _ELSEWHERE in self.read
 
     def of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """What values follow from. Memory that no op gave was there before."""
+        """The origins of the values of ``tensors``. Memory that no op made is its own origin: it is from before the forward."""
         memories = [_memory(t) for t in tensors if not t.is_meta]
         return frozenset[int]().union(*(self._of.get(m, {m}) for m in memories))
 
     def look(self, tensors: Iterable[Tensor]) -> None:
-        """Something follows from these values besides other values: the path, or a size."""
+        """Records that the path, or a size, depends on the values of ``tensors``."""
         self.read |= self.of(tensors)
 
     def begin(self, func: Any, tensors: list[Tensor]) -> None:
-        """An op is about to run."""
+        """Called before each op. Records its inputs if it returns a number to Python, or a size that depends on values."""
         if _tells(func, tensors):
             self.look(tensors)
 
     def end(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any) -> None:
-        """An op on values has run."""
+        """Called after each op on tensors with values. Gives its results and targets the origins of its inputs."""
         sources = frozenset[int]() if func in _OF_PYTHON else self.of(tensors)
         if op_facts(func).draws:
             sources |= {_ELSEWHERE}
@@ -76,14 +75,14 @@ def _memory(t: Tensor) -> int:
         return _ELSEWHERE
 
 
-# ``torch.tensor(5)``: a number that is written down, or follows from what was read.
+# ``torch.tensor(5)``: a literal, or a number that Python computed from values whose read is recorded already.
 _OF_PYTHON = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index")
 
 
 def _tells(func: Any, tensors: list[Tensor]) -> bool:
-    """Whether an op gives a number to Python, or a tensor whose size follows from values."""
-    if func.overloadpacket.__name__ in _INDEXED:  # by numbers, what it gives has the size of the index
+    """Whether an op returns a number to Python, or a tensor whose size depends on values."""
+    if func.overloadpacket.__name__ in _INDEXED:  # only a mask decides the size; by numbers it is the size of the index
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 

@@ -1,8 +1,8 @@
-"""Runs: ways to cut 0..n into so many, one for each stage, each within a limit.
+"""``Runs``: ways to cut 0..n into consecutive runs, one for each stage, of which each stays within a limit.
 
-A limit is given as *earliest*: the end of a run → the earliest begin that it may have. What a run takes grows with the
-run, so an earliest begin never falls as ends rise, and for one limit all ends are seen in one pass (two pointers). So a
-whole question costs stages × n, and what is the smallest limit is found by halving.
+A limit is passed as *earliest*: the end of a run → the earliest begin that the run may have. A run's cost grows with its
+length, so the earliest begin never decreases as the end grows, and one pass with two pointers finds it for all ends. Testing
+one limit takes stages × n steps; bisection finds the smallest limit.
 
      0    1    2    3    4    5    6      ends
     [0,   0,   0,   1,   2,   2,   4]     earliest: a run that ends at 6 begins at 4 or 5
@@ -25,7 +25,7 @@ class Runs:
 
     Attributes:
         pinned: for each stage, the earliest begins that the plan allows.
-        empty: whether runs but the last may be empty.
+        empty: whether runs other than the last may be empty.
     """
 
     n: int
@@ -33,14 +33,15 @@ class Runs:
     empty: bool = False
 
     def smallest(self, most: int, earliest: Callable[[int], Earliest]) -> int | None:
-        """The smallest limit, at most ``most``, within which there is a way; None if there is none."""
+        """The smallest limit up to ``most`` within which the cut is possible; None if there is none. ``earliest`` maps a limit
+        to its earliest begins."""
         if not self._possible(earliest(most)):
             return None
         return bisect_left(range(most), True, key=lambda limit: self._possible(earliest(limit)))
 
     def cheapest(self, earliest: Earliest, cost: Sequence[int]) -> list[int]:
-        """Where runs 1, 2 … begin, at the smallest sum of the costs of begins; there must be a way. Of equal ones the last
-        run is the longest, then the one before."""
+        """The begins of runs 1, 2, … with the smallest sum of ``cost[begin]``. Of equal sums, the last run is the longest, then
+        the one before it. A cut within ``earliest`` must exist."""
         best: list[int | None] = [0, *[None] * self.n]
         begins: list[list[int]] = []
         for stage, pinned in enumerate(self.pinned):
@@ -58,17 +59,18 @@ class Runs:
     def _possible(self, earliest: Earliest) -> bool:
         ends = [True, *[False] * self.n]  # where the runs so far may end
         for stage, pinned in enumerate(self.pinned):
-            before, fewest = [0, *accumulate(ends)], self._fewest(stage)  # before[i]: how many of the ends below i
+            count_below = [0, *accumulate(ends)]  # count_below[i]: how many ends lie below i
+            fewest = self._fewest(stage)
             ends = [
-                before[max(j + 1 - fewest, 0)] > before[max(begin)]
-                for j, begin in enumerate(zip(earliest, pinned, strict=True))
+                count_below[max(end + 1 - fewest, 0)] > count_below[max(begins)]
+                for end, begins in enumerate(zip(earliest, pinned, strict=True))
             ]
         return ends[self.n]
 
     def _next(
         self, best: Sequence[int | None], stage: int, earliest: Earliest, pinned: Earliest, cost: Sequence[int]
     ) -> tuple[list[int | None], list[int]]:
-        """The least cost up to each end with one run more, and where that run begins (-1: it cannot end there)."""
+        """For each end: the smallest cost with one more run, and the begin of that run (-1 if no run can end there)."""
         window: deque[tuple[int, int]] = deque()  # (cost, begin): both rise; the first is the cheapest that is allowed
         sums, chosen, fewest = list[int | None](), list[int](), self._fewest(stage)
         for end in range(self.n + 1):

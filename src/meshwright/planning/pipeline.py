@@ -1,14 +1,14 @@
-"""Which part of the forward runs on which stage: cuts balanced by work, then by memory, then by what crosses them.
+"""Which part of the forward runs on which stage: cuts balanced by work, then by memory, then by the bytes that cross them.
 
-A cut is a position in the recorded program (graph.py). It may stand anywhere but
+A cut is a position in the recorded program (graph.py). It may be anywhere except
 
-    within a call of a module without modules in it, or of a repeated block (unless there are too few other places)
+    within a call of a module that has no submodules, or of a repeated block (unless other positions are too few)
     between a fork and the join of branches
-    after a value was read for Python to act on, within the module that read it
-    where memory is written that is on both sides (the rule of planning/memory.py)
+    after an event that reads a value on which Python acts, within the call that read it
+    where tensors on both sides share memory that is written (the rule of planning/memory.py)
 
-Among all cuts, those with the smallest largest work of a stage are found exactly (planning/partition.py); among those
-within ``SLACK`` of it the ones with the smallest largest memory; among those the ones that the fewest bytes cross.
+Three steps choose among the positions (planning/partition.py): find the smallest possible maximum of a stage's work; within
+``SLACK`` of it, the smallest possible maximum of a stage's memory; within ``SLACK`` of both, the fewest bytes that cross cuts.
 """
 
 from __future__ import annotations
@@ -29,22 +29,28 @@ SLACK = 1.03
 
 
 @dataclass(frozen=True)
-class Submeshes:
-    """Where a program can be cut: positions, and the coarser of them; why not elsewhere."""
+class CutPositions:
+    """The positions at which a program can be cut.
+
+    Attributes:
+        anywhere: all of them; ``between_blocks``: those that are not within a repeated block or a checkpoint.
+        reasons: why other positions are not allowed, as text for a person.
+    """
 
     anywhere: tuple[int, ...]
     between_blocks: tuple[int, ...]
     reasons: tuple[str, ...]
 
 
-def cut_places(
+def cut_positions(
     graph: ModelGraph, blocks: Iterable[str], regions: Iterable[tuple[int, int]] = (), *, of_batch: bool = False
-) -> Submeshes:
+) -> CutPositions:
     """The positions at which a stage may begin.
 
     Args:
-        regions: spans in which branches run (regions.py).
-        of_batch: also where a size is that of this batch.
+        blocks: names of the repeated blocks.
+        regions: spans (start, stop) in which branches run at the same time (regions.py).
+        of_batch: also allow cuts that are right only for the sizes in this batch.
     """
     end = len(graph.events)
     closed, in_block, reasons = [False] * (end + 1), [False] * (end + 1), []
@@ -55,20 +61,21 @@ def cut_places(
 
     blocks = set(blocks)
     root = graph.calls[ROOT]
-    close(root.stop, end + 1, closed)  # the loss is the last stage's
+    close(root.stop, end + 1, closed)  # the last stage computes the loss
     for path, call in graph.calls.items():
         if call.leaf and len(path) > 1:
             close(call.start + 1, call.stop, closed)
         if call.module in blocks:
             close(call.start + 1, call.stop, in_block)
-    for start, stop in graph.segments.values():  # what is cut is not computed again, and keeps its activations
+    # A checkpoint that is cut does not recompute: its activations stay in memory.
+    for start, stop in graph.segments.values():
         close(start + 1, stop, in_block)
     for start, stop in regions:
         close(start + 1, stop, closed)
         reasons.append("branches run at the same time")
     stops = {path: call.stop for path, call in graph.calls.items()}
     for i, event in enumerate(graph.events):
-        if event.reads and event.inputs:  # (a parameter that is read is held by every stage)
+        if event.reads and event.inputs:  # (reads of parameters only are no obstacle: every stage has such a parameter)
             stop = stops.get(event.path, end)
             close(i + 1, stop, closed)
             reasons.append(f"{spelled(event.path)} reads a value ({event.function}, {event.line}) and acts on it")
@@ -76,11 +83,16 @@ def cut_places(
         close(span.first + 1, min(span.last, end) + 1, closed)
         reasons.append(span.why)
     anywhere = tuple(b for b in range(1, end) if not closed[b])
-    return Submeshes(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
+    return CutPositions(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
 
 
 class Costs:
-    """What a stage from position a to b would cost: work, memory, bytes that enter it."""
+    """The cost of a stage from one position to another: work, memory, and the bytes that enter it.
+
+    Attributes:
+        work: position → work of all events before it; ``kept``: position → bytes of all results before it.
+        crossing: position → bytes of the values that a cut there sends to the next stage.
+    """
 
     def __init__(self, graph: ModelGraph, sizes: Mapping[str, int]) -> None:
         self.graph, self.sizes = graph, sizes
@@ -95,7 +107,7 @@ class Costs:
                 self.crossing[b] += value.bytes
 
     def by_work(self, marks: Sequence[int], limit: float) -> Earliest:
-        """For each of ``marks``, the earliest of them from which a stage up to it has at most so much work."""
+        """For each of ``marks`` as a stage's end: the index of the earliest mark from which its work is at most ``limit``."""
         earliest, i = [0], 0
         for stop in marks[1:]:
             while self.work[stop] - self.work[marks[i]] > limit:
@@ -104,21 +116,22 @@ class Costs:
         return earliest
 
     def by_memory(self, marks: Sequence[int], limit: float) -> Earliest:
-        """The same for bytes: of parameters with gradients and two optimizer states, and of the activations of a microbatch."""
-        held, parameters, earliest, i = Counter[str](), 0, [0], 0
+        """Like ``by_work``, for bytes: parameters with gradients and two optimizer states, plus one microbatch's
+        activations."""
+        in_use, parameters, earliest, i = Counter[str](), 0, [0], 0
         names = [self._parameters(start, stop) for start, stop in pairwise(marks)]
         for j, stop in enumerate(marks[1:]):
-            parameters += 4 * sum(self.sizes[name] for name in names[j] if not held[name])
-            held.update(names[j])
+            parameters += 4 * sum(self.sizes[name] for name in names[j] if not in_use[name])
+            in_use.update(names[j])
             while parameters + self.kept[stop] - self.kept[marks[i]] > limit:
-                held.subtract(names[i])
-                parameters -= 4 * sum(self.sizes[name] for name in names[i] if not held[name])
+                in_use.subtract(names[i])
+                parameters -= 4 * sum(self.sizes[name] for name in names[i] if not in_use[name])
                 i += 1
             earliest.append(i)
         return earliest
 
     def memory(self) -> int:
-        """Bytes of one stage that has everything."""
+        """Bytes of one stage that runs the whole program."""
         return 4 * sum(self.sizes[n] for n in self._parameters(0, len(self.graph.events))) + self.kept[-1]
 
     def _parameters(self, start: int, stop: int) -> set[str]:
@@ -127,14 +140,14 @@ class Costs:
 
 def choose_cuts(
     graph: ModelGraph,
-    places: Sequence[int],
+    positions: Sequence[int],
     stages: int,
     sizes: Mapping[str, int],
     pinned: Mapping[int, frozenset[int]],
     *,
     empty: bool = False,
 ) -> list[int] | None:
-    """The positions at which stages 1, 2 … begin; None where the program has no such cuts.
+    """The positions at which stages 1, 2, … begin; None if the program cannot be cut so.
 
     Args:
         places: positions to choose from, in order.
@@ -142,26 +155,26 @@ def choose_cuts(
         sizes: parameter → bytes.
         pinned: position of an event → the stages it may be on.
     """
-    marks, costs = [0, *places, len(graph.events)], Costs(graph, sizes)
+    marks, costs = [0, *positions, len(graph.events)], Costs(graph, sizes)
     if len(marks) <= stages and not empty:
         return None
     runs = Runs(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
     work = runs.smallest(costs.work[-1], lambda limit: costs.by_work(marks, limit))
     if work is None:
         return None
-    light = costs.by_work(marks, work * SLACK)
+    within_work = costs.by_work(marks, work * SLACK)
 
-    def small(limit: float) -> Earliest:
-        return list(map(max, light, costs.by_memory(marks, limit)))
+    def within_both(limit: float) -> Earliest:
+        return list(map(max, within_work, costs.by_memory(marks, limit)))
 
-    memory = runs.smallest(costs.memory(), small)
-    assert memory is not None  # all of it is the largest limit
-    cuts = runs.cheapest(small(memory * SLACK), [costs.crossing[mark] for mark in marks])
+    memory = runs.smallest(costs.memory(), within_both)
+    assert memory is not None  # the largest limit allows every stage
+    cuts = runs.cheapest(within_both(memory * SLACK), [costs.crossing[mark] for mark in marks])
     return [marks[i] for i in cuts]
 
 
 def _by_pins(marks: Sequence[int], pinned: Mapping[int, frozenset[int]], stage: int) -> Earliest:
-    """For each of ``marks``, the earliest of them from which nothing up to it is to be on another stage."""
+    """For each of ``marks`` as the end of a stage: the earliest mark from which no event is pinned to other stages only."""
     others = sorted(position for position, stages in pinned.items() if stage not in stages)
     last = (bisect_left(others, mark) - 1 for mark in marks)
     return [bisect_right(marks, others[p]) if p >= 0 else 0 for p in last]
@@ -174,28 +187,32 @@ def cut_as_before(
     sizes: Mapping[str, int],
     pinned: Mapping[int, frozenset[int]],
 ) -> tuple[int, ...] | None:
-    """Where stages begin in another forward than the sample's: where they did, if that is right in this one too; else
-    anywhere else that is, a stage without work if need be; None if nothing is.
+    """The positions at which stages 1, 2, … begin in a forward other than the sample's.
+
+    They are the sample's cuts if these are allowed in this forward; else other allowed positions, with stages without work if
+    there is no other way. None if the forward cannot be cut.
 
     Args:
-        stages: of the sample's forward.
+        graph: this forward.
+        stages: the stages of the sample's forward.
         whole: modules whose calls are not cut.
-        pinned: position → the stages that it may be on, as they have the parameters and buffers that it takes.
+        sizes: parameter → bytes.
+        pinned: position of an event → the stages that have its parameters and buffers, so it may be on these.
     """
     together = frozenset(whole)
     regions = [(c.start, c.stop) for c in graph.calls.values() if c.module in together]
     starts = [graph.positions.get(stage.first, -1) for stage in stages[1:]]
     fits = all(stage_of(starts, position) in on for position, on in pinned.items())
     for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
-        places = cut_places(graph, (), regions, of_batch=of_batch)
-        if fits and starts == sorted(starts) and set(starts) <= set(places.anywhere):
+        allowed = cut_positions(graph, (), regions, of_batch=of_batch)
+        if fits and starts == sorted(starts) and set(starts) <= set(allowed.anywhere):
             cuts: Sequence[int] | None = starts
         else:
-            found = (
-                choose_cuts(graph, among, len(stages), sizes, pinned, empty=empty)
-                for empty in (False, True) for among in (places.between_blocks, places.anywhere)
+            candidates = (
+                choose_cuts(graph, positions, len(stages), sizes, pinned, empty=empty)
+                for empty in (False, True) for positions in (allowed.between_blocks, allowed.anywhere)
             )  # fmt: skip
-            cuts = next((c for c in found if c is not None), None)
+            cuts = next((c for c in candidates if c is not None), None)
         if cuts is not None:
             graph.of_this_batch |= of_batch
             return tuple(cuts)
@@ -203,12 +220,12 @@ def cut_as_before(
 
 
 def stage_of(cuts: Sequence[int], position: int) -> int:
-    """The stage of an event."""
+    """The number of the stage of the event at ``position``."""
     return bisect_right(cuts, position)
 
 
 def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> tuple[Stage, ...]:
-    """The stages that begin at 0 and at ``cuts``."""
+    """The stages that begin at position 0 and at ``cuts``. ``shapes``: parameter → its shape."""
     ends, costs, stages = [0, *cuts, len(graph.events)], Costs(graph, dict.fromkeys(shapes, 0)), []
     for k, (start, stop) in enumerate(pairwise(ends)):
         event = graph.events[start]
@@ -233,16 +250,23 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
 
 
 def parted_modules(graph: ModelGraph, stages: Sequence[Stage]) -> set[str]:
-    """The modules of which a call has events in several stages."""
+    """The modules with a call that has events in several stages."""
     cuts = [graph.positions[s.first] for s in stages[1:]]
     return {c.module for c in graph.calls.values() if c.module and any(c.start < cut < c.stop for cut in cuts)}
 
 
-def no_cuts(findings: Findings, graph: ModelGraph, places: Submeshes, stages: int, ranks: int, pinned: bool) -> None:
-    """Says that a model cannot be cut into so many stages, on ranks of which each has several perhaps, and where it can be."""
-    possible = [_name(graph, b) for b in places.anywhere]
+def no_cuts(
+    findings: Findings, graph: ModelGraph, allowed: CutPositions, stages: int, ranks: int, pinned: bool
+) -> None:
+    """Adds the finding that a model cannot be cut into ``stages`` stages, with the positions at which it can be cut.
+
+    Args:
+        ranks: the number of pp ranks; each has ``stages / ranks`` stages.
+        pinned: whether the plan places modules on stages.
+    """
+    possible = [_name(graph, b) for b in allowed.anywhere]
     most = len(possible) + 1
-    why = f" ({'; '.join(places.reasons[:3])})" if places.reasons else ""
+    why = f" ({'; '.join(allowed.reasons[:3])})" if allowed.reasons else ""
     if pinned and most >= stages:
         findings.add(
             where="modules.on",
@@ -260,7 +284,7 @@ def no_cuts(findings: Findings, graph: ModelGraph, places: Submeshes, stages: in
 
 
 def _fewer_stages(most: int, ranks: int, each: int) -> str:
-    """What to write for at most so many stages, of which each rank has several now, perhaps."""
+    """The plan's line for at most ``most`` stages. ``each``: how many stages a rank has in the plan now."""
     if most < 2:
         return "mesh: {dp_shard: 2}"
     if each > 1 and most >= ranks:

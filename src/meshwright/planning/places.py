@@ -1,4 +1,4 @@
-"""Where a plan wants modules to run: the slices of the tp axis that it names, and the streams of a rank."""
+"""The places (slices of the tp axis) and streams on which a plan's ``on:`` puts modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Branches:
     """The branches of a plan, over a recorded forward.
 
     Attributes:
-        places: besides the trunk.
-        placed: module → the places of its calls, in turn.
-        streams: module → the stream of each rank that it runs on.
-        regions: where they part and meet.
-        homes: parameter → the places that use it.
+        places: the submeshes of branches, without the trunk. Place number i is ``places[i - 1]``; 0 is the trunk.
+        placed: module → the places of its first, second, … call.
+        streams: module → the number of the stream on which it runs, on every rank.
+        regions: where branches part from the trunk and join it; None before the forward is recorded.
+        homes: parameter → the places that use it; None before the forward is recorded.
     """
 
     places: tuple[Submesh, ...] = ()
@@ -40,32 +40,32 @@ class Branches:
 
 
 def read_places(model: nn.Module, plan: Plan, entries: Mapping[str, Entry], findings: Findings) -> Branches:
-    """The places that a plan's entries name, and what stands there; problems go to ``findings``."""
+    """The places that a plan's entries name, with the modules on them. Adds problems to ``findings``."""
     modules = {name: order for order, (name, _) in enumerate(model.named_modules())}
-    said = {n: e for n, e in entries.items() if n in modules and any(read_slice(on) for on in e.places)}
-    _check_meshes(entries, said, findings)
+    with_slice = {n: e for n, e in entries.items() if n in modules and any(read_slice(on) for on in e.places)}
+    _check_meshes(entries, with_slice, findings)
     _check_parameters(entries, modules, findings)
-    _check_plan(plan, said, findings)
-    inner = {name: said[name] for name in sorted(said, key=lambda n: (n.count("."), modules[n])) if name}
-    places, placed = _tree(trunk(plan.mesh), inner, findings)
+    _check_plan(plan, with_slice, findings)
+    outer_first = sorted(with_slice, key=lambda n: (n.count("."), modules[n]))
+    places, placed = _tree(trunk(plan.mesh), {name: with_slice[name] for name in outer_first if name}, findings)
     return Branches(places, placed, read_streams(model, entries))
 
 
 def _tree(
-    whole: Submesh, said: Mapping[str, Entry], findings: Findings
+    whole: Submesh, entries: Mapping[str, Entry], findings: Findings
 ) -> tuple[tuple[Submesh, ...], dict[str, tuple[int, ...]]]:
     """The places besides the trunk, and module → the places of its calls.
 
     Args:
         whole: the trunk.
-        said: module → what the plan says of it; outer modules first.
+        entries: module → the plan's entry for it, which names slices; outer modules first.
     """
     tree, at, placed = [whole], {"": 0}, dict[str, tuple[int, ...]]()
     numbers: dict[tuple[int, int, int, Mesh], int] = {}
-    for name, entry in said.items():
+    for name, entry in entries.items():
         around = max((n for n in at if not n or name.startswith(n + ".")), key=len)
-        if around and (said[around].on, said[around].mesh) == (entry.on, entry.mesh):
-            continue  # the same glob names what is within
+        if around and (entries[around].on, entries[around].mesh) == (entry.on, entry.mesh):
+            continue  # one glob matches a module and the modules within it
         parent = at[around]
         for on in entry.places:
             place = _place(name, on, entry, parent, tree[parent], findings)
@@ -80,11 +80,13 @@ def _tree(
     return tuple(tree[1:]), placed
 
 
-def _check_meshes(entries: Mapping[str, Entry], said: Mapping[str, Entry], findings: Findings) -> None:
-    """A mesh of a module's own is formed by the ranks of a slice."""
+def _check_meshes(entries: Mapping[str, Entry], with_slice: Mapping[str, Entry], findings: Findings) -> None:
+    """Adds a finding for each entry that has ``mesh:`` without ``on:``: a module's own mesh needs the ranks of a slice."""
     for name, entry in entries.items():
-        within = any((e.on, e.mesh) == (entry.on, entry.mesh) for m, e in said.items() if name.startswith(f"{m}."))
-        if entry.mesh is not None and name not in said and not within:
+        within = any(
+            (e.on, e.mesh) == (entry.on, entry.mesh) for m, e in with_slice.items() if name.startswith(f"{m}.")
+        )
+        if entry.mesh is not None and name not in with_slice and not within:
             findings.add(
                 where=f"modules.{name}.mesh",
                 given="a mesh of its own, without the ranks that form it",
@@ -94,7 +96,7 @@ def _check_meshes(entries: Mapping[str, Entry], said: Mapping[str, Entry], findi
 
 
 def _check_parameters(entries: Mapping[str, Entry], modules: Iterable[str], findings: Findings) -> None:
-    """Modules have places; their parameters go with them."""
+    """Adds a finding for each parameter with a place of its own: only modules have places, parameters go with them."""
     outer = {m: entries[m] for m in modules if m in entries}
     for name, entry in entries.items():
         around = [e for m, e in outer.items() if name.startswith(f"{m}.")]
@@ -107,16 +109,16 @@ def _check_parameters(entries: Mapping[str, Entry], modules: Iterable[str], find
             )
 
 
-def _check_plan(plan: Plan, said: Mapping[str, Entry], findings: Findings) -> None:
-    """The model itself has no place but all ranks; and a sequence that is sharded over all of tp, no slice."""
-    if "" in said:
+def _check_plan(plan: Plan, with_slice: Mapping[str, Entry], findings: Findings) -> None:
+    """Adds findings for a place of the whole model, and for places together with ``sequence_parallel``."""
+    if "" in with_slice:
         findings.add(
             where="modules, of the whole model",
-            given=f"on: {_places(said[''])}, by a glob that matches the model itself",
+            given=f"on: {_places(with_slice[''])}, by a glob that matches the model itself",
             required="modules within it; the model itself runs on all ranks",
             fix="mesh: {tp: …}, with as many ranks as the model is to have; or name modules",
         )
-    if any(said) and plan.sequence_parallel:
+    if any(with_slice) and plan.sequence_parallel:
         findings.add(
             where="sequence_parallel",
             given="true, in a plan that places modules on a slice of tp",
@@ -131,17 +133,22 @@ def _places(entry: Entry) -> str:
 
 
 def _place(name: str, on: str, entry: Entry, number: int, parent: Submesh, findings: Findings) -> Submesh | None:
-    """One slice, with the mesh that its ranks form."""
+    """The submesh for one slice of ``parent``; None, with a finding, if the slice or its mesh is not possible.
+
+    Args:
+        on: the slice, as the plan has it (``tp[0:2]``).
+        number: the number of the parent place.
+    """
     start, stop = read_slice(on) or (0, 0)
     where = f"modules.{name}"
     if not start < stop <= parent.tp:
         within = f"of tp={parent.tp}" + (f" of {parent.on}" if number else "")
-        last, meant = parent.tp - 1, start if start < min(stop, parent.tp) else 0
+        last, first = parent.tp - 1, start if start < min(stop, parent.tp) else 0
         findings.add(
             where=f"{where}.on",
             given=f"{on}, {within}",
             required=f"at least one of its ranks, which are 0 to {last}" if last else "a tp axis of several ranks",
-            fix=f"on: 'tp[{meant}:{min(max(stop, meant + 1), parent.tp)}]'"
+            fix=f"on: 'tp[{first}:{min(max(stop, first + 1), parent.tp)}]'"
             if last
             else f"mesh: {{tp: {max(stop, 2)}}}",
         )
@@ -173,15 +180,14 @@ def _flow(mesh: Iterable[tuple[str, int]]) -> str:
 
 
 def read_streams(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Module → its stream; of modules within each other the outermost."""
-    said = {n: e.stream for n, e in entries.items() if e.stream is not None}
-    return {
-        n: said[n] for n, _ in model.named_modules() if n in said and not any(n.startswith(f"{m}.") for m in said)
-    }  # fmt: skip
+    """Module → the number of its stream. If modules with streams are nested, only the outermost is listed."""
+    streams = {n: e.stream for n, e in entries.items() if e.stream is not None}
+    names = [n for n, _ in model.named_modules() if n in streams]
+    return {n: streams[n] for n in names if not any(n.startswith(f"{other}.") for other in streams)}
 
 
 def place_of(name: str, placed: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The places of the innermost placed module that a name is of; the trunk if there is none."""
+    """The places of the innermost placed module that contains ``name``; the trunk if there is none."""
     while name:
         if name in placed:
             return tuple(sorted(set(placed[name])))

@@ -1,5 +1,5 @@
-"""``Planner``: what is known of the cuts of parameters in one run of a forward. It reads each decision before it is executed,
-decides for the parameters in it, and learns what does not fit (planning/tensor.py).
+"""``Planner``: reads each decision of a forward before it is executed, chooses cuts for the parameters in it, and learns which
+cuts do not fit (planning/tensor.py).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from meshwright.spmd.signature import NEVER, ReadsValue, with_values
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
 
-_PATIENCE = 12  # times that a family's constraints may change before it is left whole
+_PATIENCE = 12  # how many times a family's style may change before its parameters are replicated
 
 
 class Learnt(BaseException):
-    """Something new is known: run again. Not an Exception, so that a model's own ``except`` lets it through."""
+    """A style has changed: run the forward again. Not an Exception, so that a model's own ``except`` lets it through."""
 
 
 class Reading(GlobalTensorMode):
-    """The mode of a forward that is planned: every decision is read before it is executed."""
+    """The function mode of a forward that is planned: the planner reads every decision before it is executed."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__(planner.dispatcher, planner.parameter)
         self.planner = planner
-        self._closed = 0  # within how many scripted functions it is
+        self._closed = 0  # how many scripted functions are running, one within the other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,7 +57,10 @@ class Reading(GlobalTensorMode):
         return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call, with the parameters in it that may be cut; what comes out knows which parameters its cut comes from."""
+        """The result of a call, after the planner has chosen cuts for its parameters.
+
+        A sharded result lists the parameters from which its cut comes (``_mw_sources``).
+        """
         if func in FACTS:
             return dispatcher.call(func, args, kwargs)
         sources = _sources((args, kwargs))
@@ -78,32 +81,32 @@ class Reading(GlobalTensorMode):
         return _of_sources(out, sources)
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What it does is not looked at: in a run nothing of it is seen. On meta torch's kernels are Python, and take the very
-        parameters that it was given."""
+        """Runs a scripted function without reading its calls: a run does not see them either. (On meta, torch's kernels are
+        Python and call torch functions with the parameters that were passed.)"""
 
-        def unseen(*given: Any, **named: Any) -> Any:
+        def unseen(*arguments: Any, **named: Any) -> Any:
             self._closed += 1
             try:
-                return call(*given, **named)
+                return call(*arguments, **named)
             finally:
                 self._closed -= 1
 
         return super().scripted(unseen, function, args, kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A custom Function that takes a parameter both as it is given it and from a module: its backward may compute with the
-        one and ask for gradients by the other, which are one tensor only if nothing is cut."""
-        handed = {name for x in pytree.tree_leaves((args, kwargs)) if (name := self.planner.name_of(x)) is not None}
-        taken: set[str] = set()
+        """Runs a custom ``autograd.Function``. Replicates each parameter that it gets as an argument and also reads from a
+        module: its backward may compute with one of the two tensors and ask for gradients of the other, and both are one tensor
+        only if the parameter is not cut."""
+        passed = {name for x in pytree.tree_leaves((args, kwargs)) if (name := self.planner.name_of(x)) is not None}
+        read: set[str] = set()
 
-        def applied(*given: Any, **named: Any) -> Any:
-            with self.planner.asked_by(taken):
-                return apply(*given, **named)
+        def applied(*arguments: Any, **named: Any) -> Any:
+            with self.planner.asked_by(read):
+                return apply(*arguments, **named)
 
         result = super().custom(applied, function, args, kwargs)
-        self.planner.keep_whole(
-            handed & taken, f"{function.__name__} is given it, and takes it from its module as well"
-        )
+        reason = f"{function.__name__} is given it, and takes it from its module as well"
+        self.planner.replicate(passed & read, reason)
         return result
 
     def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
@@ -112,8 +115,8 @@ class Reading(GlobalTensorMode):
 
 
 def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a write changes what a global tensor is, or goes through it to what it is a slice of: not by a decision
-    of its own."""
+    """Whether a call changes a global tensor's shape or data in place, or writes through a slice to the tensor that it is a
+    slice of. The dispatcher handles these calls itself, without a decision."""
     if reshaped(func) is not None or func == SET_DATA:
         return True
     target = args[0] if args else None
@@ -125,11 +128,11 @@ _AT_ONCE = "its cut would be gathered again at once"
 
 @dataclass
 class Decisions:
-    """What is decided on calls, by their signature. It follows from the signature alone, so it holds for every pass.
+    """The decisions on calls, by signature. A decision depends on the signature only, so it holds for every pass.
 
     Attributes:
-        read: with the arguments of the first call, Uses in place of its tensors.
-        prepared: as `Dispatcher.prepared`.
+        read: signature → the decision, with the first call's arguments, in which ``Use`` stands for each tensor.
+        prepared: see ``Dispatcher.prepared``.
     """
 
     read: dict[tuple[Any, ...], Decided] = field(default_factory=dict)
@@ -137,10 +140,25 @@ class Decisions:
 
 
 class Planner:
-    """What is known of the cuts of parameters, in one run of a forward: it reads decisions, and decides for parameters.
+    """Chooses cuts of parameters during one run of a forward.
+
+    Args:
+        axis: the axis over which parameters are cut.
+        parameters: ``id(parameter)`` → its name.
+        styles: parameter → its style by the plan or the model.
+        learnt: family → the style learnt in earlier runs. This run adds to it.
+        news: family → how many times its style has changed.
+        large: a table (of an embedding) with at least this many elements, and at least twice as many rows as columns, is cut
+            over its rows.
 
     Attributes:
         dispatcher: executes the forward's calls.
+        families: parameter → its family; a parameter without an entry is a family of its own.
+        layouts: parameter → its cut.
+        roles: parameter → the styles (``column``, ``row``) in which matrix products used it.
+        refused: parameter → why it cannot be cut as the plan says.
+        memory: storage → the parameter to which it belongs.
+        differentiates: whether the forward asked for gradients itself.
     """
 
     def __init__(
@@ -150,38 +168,39 @@ class Planner:
         styles: Mapping[str, Style],
         learnt: dict[str, Style],
         news: dict[str, int],
-        rows: int,
+        large: int,
         model: nn.Module,
     ) -> None:
         self.dispatcher = Dispatcher(axis, axis.ledger, {id(m): n for n, m in model.named_modules()}, self._engine)
-        self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, rows
-        self.families: Mapping[str, str] = {}  # parameter → its family; by itself where it is not named
+        self.parameters, self.styles, self.learnt, self.news, self.large = parameters, styles, learnt, news, large
+        self.families: Mapping[str, str] = {}
         self.layouts: dict[str, Shard] = {}
         self.roles: dict[str, list[str]] = {}
         self.refused: dict[str, str] = {}
         self.memory: dict[int, str] = {}
         self.differentiates = False
-        self._alive: list[Tensor] = []  # memory is told by its address
+        # Tensors whose storages are in ``memory``: their addresses must not be used again.
+        self._alive: list[Tensor] = []
         self.uses: Uses | None = None
         self._asked: set[str] | None = None
         self._known: dict[tuple[Any, ...], Decided] = {}
 
     def take(self, decisions: Decisions) -> None:
-        """Decides nothing anew that is among ``decisions``, and adds to them what is decided."""
+        """Uses ``decisions`` as a cache: reads what is in it, and adds each new decision."""
         self._known, self.dispatcher.prepared = decisions.read, decisions.prepared
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
     def parameter(self, x: Tensor) -> Tensor | None:
-        """The view's parameter for a parameter of the model; None for other tensors."""
-        held, name = self._own(x), self.name_of(x)
+        """The global tensor that stands for a parameter of the model; None for other tensors."""
+        own, name = self._own(x), self.name_of(x)
         if name is None:
             return None
         if self._asked is not None:
             self._asked.add(name)
         if self.uses is not None:
             self.uses.note(x, name)
-        x = held
+        x = own
         style, dims = self.style(name), tuple(range(x.dim()))
         cut_dim = style.dim if style.kind == "shard" and name not in self.layouts else None
         if cut_dim is not None and cut_dim < x.dim() and (layout := self.layout_for(name, x.shape[cut_dim], cut_dim)):
@@ -195,48 +214,51 @@ class Planner:
 
     def name_of(self, x: Any) -> str | None:
         """The name of a parameter of the model; None for anything else."""
-        return (
-            None if not isinstance(x, Tensor) or isinstance(x, GlobalTensor) else self.parameters.get(id(self._own(x)))
-        )
+        if not isinstance(x, Tensor) or isinstance(x, GlobalTensor):
+            return None
+        return self.parameters.get(id(self._own(x)))
 
     def assigned(self, x: Tensor, value: Tensor) -> None:
-        """``x.data = value``: a module that is cast (``self.linear.to(torch.bfloat16)``) does so with its parameters."""
+        """Called for ``x.data = value``. A module that is cast (``self.linear.to(torch.bfloat16)``) assigns its parameters
+        so."""
         name = self.name_of(x)
         if name is not None and self.uses is not None:
             self.uses.assigned(name, x.dtype, value.dtype)
 
     @contextmanager
     def asked_by(self, names: set[str]) -> Iterator[None]:
-        """For the time of a block, ``names`` gets the parameters that functions take."""
+        """Inside the ``with``, adds to ``names`` each parameter that a function uses."""
         before, self._asked = self._asked, names
         try:
             yield
         finally:
             self._asked = before
 
-    def keep_whole(self, names: Iterable[str], reason: str) -> None:
-        """Parameters that must not be cut."""
+    def replicate(self, names: Iterable[str], reason: str) -> None:
+        """Replicates parameters that must not be cut; refuses those that the plan says to cut."""
         for name in sorted(names):
-            said = self.styles.get(name, Style())
-            if said.forced and said.kind != "replicate":
+            planned = self.styles.get(name, Style())
+            if planned.forced and planned.kind != "replicate":
                 self.refused[name] = reason
-            elif not said.forced:
+            elif not planned.forced:
                 self.learn({name: replace(self.style(name), kind="replicate", reason=reason)})
 
     def style(self, name: str) -> Style:
-        said = self.styles.get(name, Style())
-        known = self.learnt.get(self.families.get(name, name))
-        if known is None:
-            return said
-        if said.forced and said.kind != "auto":
-            known = replace(known, kind=said.kind, dim=said.dim, forced=True)
-        return replace(known, blocks=said.blocks or known.blocks, units=said.units or known.units)
+        """The style of a parameter: the one learnt for its family, under the settings of the plan, which come first."""
+        planned = self.styles.get(name, Style())
+        learnt = self.learnt.get(self.families.get(name, name))
+        if learnt is None:
+            return planned
+        if planned.forced and planned.kind != "auto":
+            learnt = replace(learnt, kind=planned.kind, dim=planned.dim, forced=True)
+        return replace(learnt, blocks=planned.blocks or learnt.blocks, units=planned.units or learnt.units)
 
     def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
-        """The cut of dim ``dim`` of a parameter, as its style has it; None (and learnt whole) where it cannot be."""
+        """The cut of dim ``dim`` of a parameter, by its style. None if it is not possible: then its family is replicated."""
         style = self.style(name)
         cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        if isinstance(cut, str) and style.forced:  # a person's word: what the forward wants unbroken is broken
+        # The plan says to cut: ignore blocks and pieces that the forward showed.
+        if isinstance(cut, str) and style.forced:
             style = self.styles[name]
             cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
         if isinstance(cut, Shard):
@@ -249,16 +271,16 @@ class Planner:
     def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
         if layout.dim not in dims:
             return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
-        here = layout.on(dims.index(layout.dim))
+        view_layout = layout.on(dims.index(layout.dim))
         shape = list(x.shape)
-        shape[here.dim] = here.local(self.dispatcher.axis.rank)
+        shape[view_layout.dim] = view_layout.local(self.dispatcher.axis.rank)
         local = (x._mw_local if isinstance(x, GlobalTensor) else x).new_empty(shape)
         self.memory[storage_of(local)] = name
         self._alive.append(local)
-        return GlobalTensor(local, here, self.dispatcher, frozenset([name]), (name, dims))
+        return GlobalTensor(local, view_layout, self.dispatcher, frozenset([name]), (name, dims))
 
-    def _taken(self, p: GlobalTensor, choice: Choice) -> GlobalTensor:
-        """An undecided parameter, cut by one of the ways of a choice; as it is if none of them is to be taken."""
+    def _choose(self, p: GlobalTensor, choice: Choice) -> GlobalTensor:
+        """An undecided parameter, cut by one of the options of ``choice``; unchanged if none of them is to be used."""
         assert p._mw_parameter is not None
         style = self.style(p._mw_parameter[0])
         if choice.table:
@@ -294,7 +316,7 @@ class Planner:
     # --- reading decisions -------------------------------------------------------------------------------------------
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
-        """The decision on a call, once every parameter in it that may be cut is; what it says of cuts is learnt."""
+        """The decision on a call, after cuts are chosen for its undecided parameters. Learns from the decision about cuts."""
         declined: set[int] = set()
         while True:
             try:
@@ -309,7 +331,7 @@ class Planner:
                 break
             p = tensors[choice.index]
             assert isinstance(p, GlobalTensor)
-            tensors[choice.index] = self._taken(p, choice)
+            tensors[choice.index] = self._choose(p, choice)
             if tensors[choice.index] is p:
                 declined.add(choice.index)
             args, kwargs = decided.with_tensors((decided.args, decided.kwargs))
@@ -324,44 +346,47 @@ class Planner:
         return decided
 
     def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
-        """What is to be done with a call. Decided once for each signature: the blocks of a model have the same."""
+        """The decision on a call, made once for each signature: the blocks of a model have equal signatures."""
         signature, tensors = signature_of(func, args, kwargs)
-        if (known := self._known.get(signature)) is not None:
-            return Decided(known.answer, tensors, known.args, known.kwargs, signature)
+        if (cached := self._known.get(signature)) is not None:
+            return Decided(cached.answer, tensors, cached.args, cached.kwargs, signature)
         decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
         if isinstance(decided.answer, Decision) and decided.answer.kept and NEVER not in signature:
-            self._known[signature] = replace(decided, tensors=[])  # of this call alone
+            self._known[signature] = replace(decided, tensors=[])  # without the tensors, which are this call's
         return decided
 
     def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
-        """What products met which cuts, and which cuts would have to be gathered or changed."""
+        """Learns from a decision which matrix products used which cuts, and which cuts it would gather or change."""
         for index, role in decision.roles:
             self._used_as(tensors[index], role)
         for use in pytree.tree_leaves((decision.args, decision.kwargs)):
             x = tensors[use.index] if isinstance(use, Use) else None
-            if not isinstance(x, GlobalTensor) or not isinstance(have := x._mw_layout, Shard):
+            if not isinstance(x, GlobalTensor) or not isinstance(layout := x._mw_layout, Shard):
                 continue
             if isinstance(use.need, Shard):
-                if use.need != have:
-                    self._regathered(x, have, use.need)
+                if use.need != layout:
+                    self._regathered(x, layout, use.need)
             elif use.need not in (Need.LOCAL, Need.ORIGINAL):
                 self.not_worth([x], _AT_ONCE)
 
     def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:
-        """Sharded global tensors are gathered for a function."""
-        cut_ones = [x for x in views if isinstance(x._mw_layout, Shard)]
-        if cut_ones:
-            place = self.dispatcher.fallback_at(user)
-            self.not_worth(cut_ones, f"its cut would be gathered again by {place.function} at {place.line}")
+        """Called if sharded global tensors are gathered for a function: their parameters are not worth a cut."""
+        sharded = [x for x in views if isinstance(x._mw_layout, Shard)]
+        if sharded:
+            fallback = self.dispatcher.fallback_at(user)
+            self.not_worth(sharded, f"its cut would be gathered again by {fallback.function} at {fallback.line}")
 
-    def _regathered(self, x: GlobalTensor, have: Shard, layout: Shard) -> None:
-        if have.dim == layout.dim and layout.parts == have.parts == 1:
-            step = gcd(*layout.pieces[0])
-            if step and layout.size % step == 0:
-                self.units(x, layout.size // step)
+    def _regathered(self, x: GlobalTensor, layout: Shard, needed: Shard) -> None:
+        """Learns from a change of layout: the indivisible pieces, if the same dim is cut at other borders; else no cut."""
+        if layout.dim == needed.dim and needed.parts == layout.parts == 1:
+            step = gcd(*needed.pieces[0])
+            if step and needed.size % step == 0:
+                self.units(x, needed.size // step)
         self.not_worth([x], "its cut would have to be changed at once")
 
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
+        """Learns that the sharded dim of ``x`` consists of blocks of ``sizes``: each block of its parameters is cut by
+        itself."""
         total = x._mw_layout.size
         styles: dict[str, Style] = {}
         for name in sorted(x._mw_sources):
@@ -372,6 +397,7 @@ class Planner:
         self.learn(styles)
 
     def units(self, x: Any, count: int) -> None:
+        """Learns that each block in the sharded dim of ``x`` has ``count`` indivisible pieces (heads)."""
         styles: dict[str, Style] = {}
         for name in sorted(x._mw_sources):
             style = self.style(name)
@@ -382,15 +408,16 @@ class Planner:
         self.learn(styles)
 
     def not_worth(self, views: Sequence[GlobalTensor], reason: str) -> None:
+        """Learns to replicate the parameters from which the cuts of ``views`` come. Starts over, unless the plan names all."""
         names = sorted({n for v in views for n in v._mw_sources})
-        whole = {name: replace(self.style(name), kind="replicate", reason=reason) for name in names}
-        self.learn(whole, later=True)
+        replicated = {name: replace(self.style(name), kind="replicate", reason=reason) for name in names}
+        self.learn(replicated, later=True)
         if any(not self.styles.get(n, Style()).forced for n in names):
             raise Learnt
 
     def learn(self, styles: Mapping[str, Style], *, later: bool = False) -> None:
-        """Keeps what is now known of parameters' families, all of it, and starts over if any is news (``later``: does not)."""
-        news = False
+        """Keeps the new styles of parameters' families. Raises ``Learnt`` if a style has changed, unless ``later``."""
+        changed = False
         for name, style in styles.items():
             if self.styles.get(name, Style()).forced and style.kind == "replicate":
                 continue
@@ -400,8 +427,8 @@ class Planner:
                 if self.news[key] > _PATIENCE:
                     style = replace(style, kind="replicate", reason="no cut fits every use of it")
                 self.learnt[key] = style
-                news = True
-        if news and not later:
+                changed = True
+        if changed and not later:
             raise Learnt
 
     def _engine(self, func: Any) -> Callable[..., Any]:
@@ -409,13 +436,13 @@ class Planner:
         return gradients_without_values if func is torch.autograd.grad else lambda **_: None
 
     def _used_as(self, x: Any, role: str) -> None:
-        """Notes in which part a cut first met a product; of a parameter itself, every one."""
+        """Records the role (``column``, ``row``) of a cut in its first matrix product; for a parameter itself, in every one."""
         for name in x._mw_sources:
             if x._mw_parameter is not None or name not in self.roles:
                 self.roles.setdefault(name, []).append(role)
 
     def reasons(self) -> dict[str, str]:
-        """Why each parameter is as it is."""
+        """Parameter → why it is cut so, or not cut; "" if no reason is needed."""
         return {name: self._reason(name) for name in set(self.parameters.values())}
 
     def _reason(self, name: str) -> str:
@@ -424,13 +451,13 @@ class Planner:
             return AS_SAID if style.forced else ""
         if style.kind == "replicate":
             return AS_SAID if style.forced else style.reason
-        if style.forced:  # what is not refused: a vector, named with the weights beside it
+        if style.forced:  # refused; or a vector that the plan's glob names together with weights
             return self.refused.get(name) or f"{style.kind} of the plan holds for weights; a vector follows its weight"
         return f"{style.reason}, which no product that it meets allows" if style.reason else ""
 
 
 def _of_sources(out: Any, sources: set[str]) -> Any:
-    """What a call gives, whose cuts come from parameters of these names."""
+    """``out``, a call's result, with ``sources`` added to the parameters from which the cuts of its tensors come."""
     for x in _views(out):
         if isinstance(x._mw_layout, Shard):
             x._mw_sources = x._mw_sources | sources
@@ -438,7 +465,7 @@ def _of_sources(out: Any, sources: set[str]) -> Any:
 
 
 def _sources(value: Any) -> set[str]:
-    """The parameters that the cuts of global tensors come from."""
+    """Names of the parameters from which the cuts of the global tensors in ``value`` come."""
     return {name for x in _views(value) if isinstance(x._mw_layout, Shard) for name in x._mw_sources}
 
 

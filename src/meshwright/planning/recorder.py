@@ -1,4 +1,4 @@
-"""``Recorder``: writes down one forward as it runs: its calls, events and values, and what memory keeps together."""
+"""``Recorder``: records one forward while it runs: its calls, events and values, and the spans that must stay in one stage."""
 
 from __future__ import annotations
 
@@ -30,23 +30,31 @@ from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, label_o
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensor that a function writes to, if it does."""
+    """The tensor to which a function writes, in a list; empty if it writes to none."""
     targets = args[:1] if writes(func, args, kwargs) else (kwargs.get("out"),)
     return [t for t in targets if isinstance(t, Tensor)]
 
 
-def _names_of(took: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
-    """The names that some of the tensors have, by their identity; each once."""
-    return tuple(dict.fromkeys(names[i] for i in took if i in names))
+def _names_of(ids: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
+    """The names of the tensors that have one, each once. ``ids``: ``id`` of each tensor; ``names``: id → name."""
+    return tuple(dict.fromkeys(names[i] for i in ids if i in names))
 
 
 class Recorder(Tracer):
-    """Writes down a forward as it runs.
+    """Records a forward while it runs.
 
     Args:
-        changed: where modules keep what the forward changes.
-        sizes_read: how many sizes of values have been read so far.
-        draws: whether the forward draws random numbers of Python's or NumPy's; then calls that do are told.
+        changed: the slots that the forward changes. Their tensors are values from the start.
+        sizes_read: returns how many sizes that depend on values have been read so far.
+        draws: whether the forward draws random numbers from Python or NumPy. Then the calls that draw are recorded.
+
+    Attributes:
+        graph: the recorded forward.
+        cost: counts flops, bytes and draws; ``memory``: which memory ops write; ``uses``: uses of attributes. The caller
+            enters all three modes.
+        kept: uses and changes of the slots.
+        asked: numbers of the values whose sizes Python has read.
+        told: the sizes of other tensors that Python has read, in order.
     """
 
     def __init__(
@@ -60,92 +68,92 @@ class Recorder(Tracer):
         super().__init__(slot_tensors(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
-        self._model, self._sizes_read, self._held = model, sizes_read, host_generators(model)
-        self._numbers = drawn_from(self._held)
+        self._model, self._sizes_read, self._generators_of_host = model, sizes_read, host_generators(model)
+        self._numbers = drawn_from(self._generators_of_host)
         self.kept = KeptUses(model, changed, self.graph, self.uses)
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
-        self._entered: dict[Path, int] = {}  # call → the ops that had run when it began
-        self._count = 0  # of tensors that are values
-        self.asked: set[int] = set()  # values whose sizes Python was told
-        self.told: list[Any] = []  # the sizes that Python was told of other tensors
+        self._entered: dict[Path, int] = {}  # call → how many ops had run when it began
+        self._count = 0  # how many tensors are values
+        self.asked: set[int] = set()
+        self.told: list[Any] = []
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
         self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
-        # Of the tensors that functions within the running event took, in order: id → number, if it is a value.
+        # The tensors that functions within the running event used, in order: id → number, None if it is no value.
         self._within: dict[int, int | None] = {}
-        # Tensors and storages are told apart by their address, which the next may get once one has gone: a buffer that
-        # the forward puts another in place of, say.
+        # Tensors and storages are identified by their address. They are kept here so that no new one gets the address of
+        # one that was freed (a buffer that the forward replaces, for example).
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph, module = self.graph, forward.module
         call = graph.calls[path] = Call(path[-1][0], path, len(graph.events))
         call.leaf = next(module.children(), None) is None
-        call.given = (args, kwargs)
-        call.taken = tuple(tensors_of(call.given))
+        call.arguments = (args, kwargs)
+        call.argument_tensors = tuple(tensors_of(call.arguments))
         self._entered[path] = self.memory.ticks
-        had = set(map(id, call.taken))
-        before, lists, tick = self._state(call.given), lists_in(call.given), self.memory.ticks
+        arguments = set(map(id, call.argument_tensors))
+        before, lists, tick = self._state(call.arguments), lists_in(call.arguments), self.memory.ticks
         lengths = [len(x) for x in lists]
-        numbers = host_drawn(self._held) if graph.draws else None
+        numbers = host_drawn(self._generators_of_host) if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        (given, slots), (given_now, slots_now) = before, self._state(call.given)
-        call.visible = given != given_now or self._wrote_to_the_batch(tick)
+        (containers, slots), (containers_now, slots_now) = before, self._state(call.arguments)
+        call.visible = containers != containers_now or self._wrote_to_the_batch(tick)
         self.kept.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
-        call.draws_host = graph.draws and host_drawn(self._held) != numbers
+        call.draws_host = graph.draws and host_drawn(self._generators_of_host) != numbers
         call.visible |= call.draws_host
         call.grown = tuple(
             Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
             for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n
         )  # fmt: skip
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
-        # On another way it may draw, too.
+        # With other values, its path may be one that draws.
         call.draws_host |= graph.draws and call.acts and bool(host_generators(module))
-        call.stop, call.returned = (
-            len(graph.events),
-            copied_structure(result, {*map(id, args), *map(id, kwargs.values())}),
-        )
+        call.stop = len(graph.events)
+        call.returned = copied_structure(result, {*map(id, args), *map(id, kwargs.values())})
         call.outputs = tuple(self.number(t) for t in tensors)
         call.fresh = holds_code((result, [grown.items for grown in call.grown])) or any(
-            n is None and (id(t) not in had or isinstance(t, nn.Parameter))
+            n is None and (id(t) not in arguments or isinstance(t, nn.Parameter))
             for n, t in zip(call.outputs, tensors, strict=True)
         )
         return result
 
     def _other_ways(self, call: Call, module: nn.Module, result: Any) -> Any:
-        """Where a call reads a value, it may go another way than here (experts that no row was sent to): then it may take all
-        that it was given, and what it gives have a gradient."""
+        """The result of a call that reads a value, so that it holds for every path that the call may take.
+
+        With other values the call may take another path (experts that get no row here). It may then use all of its arguments,
+        so they become inputs of the read; and its result may have a gradient, so the result gets one.
+        """
         graph = self.graph
         reads = [p for p in range(call.start, len(graph.events))
                  if graph.events[p].path == call.path and graph.events[p].reads and graph.events[p].inputs]  # fmt: skip
         if not reads or call.path == ROOT:
             return result
-        given = [n for t in tensors_of(call.given) if (n := self.number(t)) is not None]
+        arguments = [n for t in tensors_of(call.arguments) if (n := self.number(t)) is not None]
         event = graph.events[reads[-1]]
-        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *given))))
-        result = map_tensors(self._following, result)  # which it is follows from what was read
+        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *arguments))))
+        result = map_tensors(self._as_value, result)  # the value that was read decides which tensor is returned
         graph.ways[reads[-1]] = tuple(n for t in tensors_of(result) if (n := self.number(t)) is not None)
-        gradients = any(p.requires_grad for p in module.parameters()) or any(
-            graph.values[n].requires_grad for n in given
-        )
+        has_gradient = any(p.requires_grad for p in module.parameters())
+        has_gradient = has_gradient or any(graph.values[n].requires_grad for n in arguments)
 
         def differentiable(t: Tensor) -> Tensor:
             number = self.number(t)
-            if number is None or not gradients or t.requires_grad or not t.is_floating_point():
+            if number is None or not has_gradient or t.requires_grad or not t.is_floating_point():
                 return t
-            made = _differentiable(t)
-            self.name_value(made, number)
+            copy = _differentiable(t)
+            self.name_value(copy, number)
             graph.values[number] = replace(graph.values[number], requires_grad=True, is_leaf=False)
-            self._alive.append(made)
-            return made
+            self._alive.append(copy)
+            return copy
 
         return map_tensors(differentiable, result)
 
-    def _following(self, t: Tensor) -> Tensor:
-        """A tensor that follows from the batch, as a value: another name for it, of its own."""
+    def _as_value(self, t: Tensor) -> Tensor:
+        """A value for a tensor that is computed from the batch alone: a view with a number of its own. Others are unchanged."""
         if self.known(t) or isinstance(t, nn.Parameter):
             return t
         with without_modes():
@@ -154,55 +162,57 @@ class Recorder(Tracer):
         return t
 
     def _state(self, arguments: Any) -> tuple[Any, dict[Slot, Any]]:
-        """What a call may change otherwise than by what it returns: containers that it is given, and what modules keep."""
+        """What a call may change besides its result: the contents of containers among its arguments, and of the slots."""
         return contents(arguments), self.kept.contents()
 
     def _wrote_to_the_batch(self, tick: int) -> bool:
-        """Whether memory that was there at an op, and that follows from the batch alone, has been written since."""
+        """Whether an op after number ``tick`` wrote to older memory that is computed from the batch alone."""
         values = {*self._named, *self.shared, *self._parameter_memory}
         return any(self.memory.made.get(m, 0) <= tick for m in self.memory.since(tick) - values)
 
     def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the values that may be found again otherwise than in what the call returned, for it and all around it."""
-        plain = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
-        left = {n for t in tensors_of([plain, args, kwargs]) if (n := self.number(t)) is not None}
-        made = frozenset(n for n in left if self.graph.values[n].position >= call.start)
-        if made:
+        """Adds to ``stashed`` of a call, and of the calls around it, the values that the call made and that can be reached
+        without its result: from attributes of its module, or from its arguments."""
+        attributes = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
+        reachable = {n for t in tensors_of([attributes, args, kwargs]) if (n := self.number(t)) is not None}
+        stashed = frozenset(n for n in reachable if self.graph.values[n].position >= call.start)
+        if stashed:
             for depth in range(1, len(call.path) + 1):
                 around = self.graph.calls[call.path[:depth]]
-                around.stashed |= made
+                around.stashed |= stashed
 
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
-        graph, place = self.graph, len(self.graph.events)
-        named = tuple((i, self._new(t, place)) for i, t in enumerate(tensors) if self.unnumbered(t))
+        graph, position = self.graph, len(self.graph.events)
+        named = tuple((i, self._new(t, position)) for i, t in enumerate(tensors) if self.unnumbered(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
         self._within.clear()
-        result = _where_it_is(name, args, kwargs, func(*args, **kwargs))
-        with without_modes():  # what is asked of tensors from here on is asked by us, thousands of times
+        result = _without_move(name, args, kwargs, func(*args, **kwargs))
+        # From here on we read facts of tensors ourselves, thousands of times: no mode is to see it.
+        with without_modes():
             targets = _written_by(func, args, kwargs)
-            named += (within := self._written_within(place, tick, tensors, targets))
+            named += (within := self._written_within(position, tick, tensors, targets))
             inputs += tuple(n for _, n in within)
-            made = tensors_within(result)
-            renamed = self._renumber(place, tick, tensors, targets, made)
+            outputs = tensors_within(result)
+            renamed = self._renumber(position, tick, tensors, targets, outputs)
             graph.outputs[path, index] = result
-            listens = self._listens(func, inputs, place)
-            took = [*map(id, tensors), *self._within]
-            inside = [n for n in self._within.values() if n is not None and graph.values[n].position < place]
+            listens = self._listens(func, inputs, position)
+            used = [*map(id, tensors), *self._within]
+            inside = [n for n in self._within.values() if n is not None and graph.values[n].position < position]
             graph.events.append(
                 Event(
                     path=path,
                     index=index,
                     function=name,
                     inputs=tuple(dict.fromkeys((*inputs, *inside))) if inside else inputs,
-                    outputs=tuple(map(self.number, made)),
+                    outputs=tuple(map(self.number, outputs)),
                     written=self.number(targets[0]) if targets else None,
-                    parameters=_names_of(took, self._parameters),
-                    buffers=_names_of(took, self._buffers),
-                    reads=(not made and not targets and not listens) or self._sizes_read() > sizes,
+                    parameters=_names_of(used, self._parameters),
+                    buffers=_names_of(used, self._buffers),
+                    reads=(not outputs and not targets and not listens) or self._sizes_read() > sizes,
                     mean_loss=loss,
                     line=model_line(),
                     named=named,
@@ -211,20 +221,24 @@ class Recorder(Tracer):
                 )
             )
         if func in ENGINES:
-            graph.differentiated[place] = self._differentiated(func, args, kwargs)
+            graph.differentiated[position] = self._differentiated(func, args, kwargs)
         return result
 
     def _spent_on(self, func: Any, spent: Spent) -> dict[str, Any]:
-        """What an event took, by the names that it has in an ``Event``."""
+        """The counts of an event, as keyword arguments of ``Event``."""
         generators = tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from)))
         draws = spent.draws > 0 or is_random(func)
         return {"flops": spent.flops, "moved": spent.moved, "draws": draws, "generators": generators}
 
     def _written_within(
-        self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor]
+        self, position: int, tick: int, tensors: list[Tensor], targets: list[Tensor]
     ) -> tuple[tuple[int, int], ...]:
-        """Of what follows from the batch, what a function wrote to otherwise than as its target: an ``autograd.Function`` that
-        marks it as dirty, say. It is a value from here on; (which of the event's tensors, number)."""
+        """New values for tensors that are computed from the batch alone and that a function wrote to although they are no
+        targets (an ``autograd.Function`` marks them as dirty, for example).
+
+        Returns:
+            (index among the event's tensors, the number that the tensor has before the write).
+        """
         written = self.memory.since(tick) - {memory_of(t) for t in targets}
         strangers = [
             (i, t) for i, t in enumerate(tensors)
@@ -232,49 +246,53 @@ class Recorder(Tracer):
         ]  # fmt: skip
         for _, t in strangers:
             self.share(t)
-        return tuple((i, self._new(t, place)) for i, t in strangers)
+        return tuple((i, self._new(t, position)) for i, t in strangers)
 
-    def _listens(self, func: Any, inputs: tuple[int, ...], place: int) -> bool:
-        """Whether an event waits for the gradient of what it is given: the value is made in the stage of the event."""
+    def _listens(self, func: Any, inputs: tuple[int, ...], position: int) -> bool:
+        """Whether an event registers a hook for the gradient of its input. If so, adds a span: the input's event and this
+        one must be in one stage."""
         if func not in LISTENING or not inputs:
             return False
-        made = min(self.graph.values[n].position for n in inputs)
-        self.graph.listening.append(place)
-        self.graph.spans.append(Span(made, place, f"{func.__name__} waits for a gradient ({model_line()})"))
+        first = min(self.graph.values[n].position for n in inputs)
+        self.graph.listening.append(position)
+        self.graph.spans.append(Span(first, position, f"{func.__name__} waits for a gradient ({model_line()})"))
         return True
 
     def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-        """The values by which a gradient is asked for, by their numbers; None if it is asked for by something else too."""
-        by = kwargs.get("inputs", args[1] if len(args) > 1 else None) if func is torch.autograd.grad else None
-        numbers = [self.number(t) for t in tensors_of(by)]
+        """The numbers of the values with respect to which a gradient is taken; None if not all of its inputs are values."""
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else None) if func is torch.autograd.grad else None
+        numbers = [self.number(t) for t in tensors_of(inputs)]
         return None if not numbers or None in numbers else tuple(n for n in numbers if n is not None)
 
     def _renumber(
-        self, place: int, tick: int, tensors: list[Tensor], targets: list[Tensor], given: list[Tensor]
+        self, position: int, tick: int, tensors: list[Tensor], targets: list[Tensor], outputs: list[Tensor]
     ) -> tuple[tuple[int, int], ...]:
-        """New numbers for what an event gave and for all names of the memory that it wrote to; (before, now) of names other
-        than its targets.
+        """Gives new numbers to an event's results and to all values in memory that it wrote to.
 
         Args:
-            tick: when it began.
-            tensors: what it took; ``targets``: of these, what it wrote to; ``given``: what it gave.
+            place: the event's position.
+            tick: the number of the last op before the event.
+            tensors: its inputs; ``targets``: those that it wrote to; ``outputs``: its results.
+
+        Returns:
+            (number before, number now) of the values in written memory that are not targets.
         """
         foreign = {memory_of(t) for t in targets if not self.marked(t) and not isinstance(t, nn.Parameter)} - {0}
         written = self.memory.since(tick) | {memory_of(t) for t in targets}
         others = [t for m in written for t in self._named.get(m, ()) if not any(t is x for x in targets)]
         for t in targets:
-            self._new(t, place)
-        renamed = tuple((self._numbered(t), self._new(t, place)) for t in others)
+            self._new(t, position)
+        renamed = tuple((self._numbered(t), self._new(t, position)) for t in others)
         self.renamed |= dict(renamed)
-        for t in given:
+        for t in outputs:
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
-                self._new(t, place)
-        self._touch(place, tensors, foreign, written)
+                self._new(t, position)
+        self._touch(position, tensors, foreign, written)
         return renamed
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An ``autograd.Function``. Of torch's own (a module's backward hook) the events within do not know yet that what they
-        give will have a gradient."""
+        """Runs an ``autograd.Function``, then records which of its results require gradients: the events within could not know
+        (an example is ``view_as`` within torch's own Function for backward hooks of modules)."""
         result = super().custom(apply, function, args, kwargs)
         self.graph.own_backwards |= not function.__module__.startswith("torch.")
         for t in tensors_of(result):
@@ -283,7 +301,7 @@ class Recorder(Tracer):
         return result
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``. Of sizes it is noted that Python has them."""
+        """See ``Tracer``. Records each size that Python reads."""
         if func not in SIZES:
             return func(*args, **kwargs)
         size = func(*args, **kwargs)
@@ -294,22 +312,19 @@ class Recorder(Tracer):
         return size
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``. Without values, a gradient that a transform gives does not know that it has one itself."""
+        """See ``Tracer``. On meta, a gradient that a transform of ``torch.func`` returns has no gradient itself, though it
+        has one on a device: the results get one if an input or a used parameter has one."""
 
         def following(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             if transforming() or self.closed != 1 or not torch.is_grad_enabled():
                 return result
-            within = dict(self._within)  # (to ask a tensor anything is a function within, too)
+            within = dict(self._within)  # a copy: reading ``requires_grad`` adds to it
             values = [n for n in within.values() if n is not None]
-            given = any(t.requires_grad for t in tensors_of((args, kwargs)))
-            if (
-                given
-                or any(i in self._parameters for i in within)
-                or any(self.graph.values[n].requires_grad for n in values)
-            ):
-                return map_tensors(_differentiable, result)
-            return result
+            has_gradient = any(t.requires_grad for t in tensors_of((args, kwargs)))
+            has_gradient = has_gradient or any(i in self._parameters for i in within)
+            has_gradient = has_gradient or any(self.graph.values[n].requires_grad for n in values)
+            return map_tensors(_differentiable, result) if has_gradient else result
 
         return super().transformed(following, name, args, kwargs)
 
@@ -318,32 +333,32 @@ class Recorder(Tracer):
         raise PlanError.of(
             "this plan",
             where=f"the model's {model_line() or 'forward'}",
-            given=f"{function} of what follows from parameters, within another transform, or with a function as its result",
+            given=f"{function} of values that parameters made, within another transform, or with a function as its result",
             required="for a pipeline or branches, transforms of torch.func whose results are tensors: vmap, grad, jvp",
             fix="mesh: {dp_shard: 2}",
         )
 
     def segment_begins(self, segment: Segment) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
-        return False  # values have the graph that they have in a backward
+        return False  # run the segment as it is, so that values have the autograd graph that they have in its recomputation
 
     def segment_ends(self, segment: Segment) -> None:
         self.graph.segments[segment] = self.graph.segments[segment][0], len(self.graph.events)
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function within a custom ``autograd.Function``, or within what ``torch.func`` made: the event takes the parameters
-        and values that it uses, of modules that it calls, say."""
+        """Runs a function within a custom ``autograd.Function`` or a transform of ``torch.func``. Its parameters and
+        values become inputs of the event."""
         self._within |= {id(t): self.number(t) for t in tensors_within((args, kwargs))}
         return func(*args, **kwargs)
 
-    def _touch(self, place: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
-        """Notes the use of shared memory; ``foreign``: what is about to be shared, as it was written."""
+    def _touch(self, position: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
+        """Records the event's use of shared memory; ``foreign``: memory that becomes shared because the event wrote to it."""
         for memory in {memory_of(t) for t in tensors} | foreign:
             if memory in self.shared or memory in foreign:
                 touched = self.kept.touched.setdefault(memory, Touches())
-                touched.used.append(place)
+                touched.used.append(position)
                 if memory in written:
-                    touched.changed.append(place)
+                    touched.changed.append(position)
 
     def _numbered_generator(self, generator: torch.Generator) -> int:
         return self._generators.setdefault(id(generator), len(self._generators))
@@ -353,8 +368,8 @@ class Recorder(Tracer):
         assert number is not None
         return number
 
-    def _new(self, t: Tensor, place: int) -> int:
-        """A new number for a tensor: an event gave it, or something was written to its memory."""
+    def _new(self, t: Tensor, position: int) -> int:
+        """Gives a tensor a new number: event ``place`` returned the tensor, or wrote to its memory."""
         storage, before, strided = 0, self.number(t), t.layout is torch.strided
         if strided:
             storage = storage_of(t)
@@ -362,12 +377,12 @@ class Recorder(Tracer):
         self._count += before is None
         known = None if before is None else self.graph.values[before]
         name = self._count if known is None else known.name
-        # A write without gradients, to whatever name of the memory, leaves what has a gradient with it.
+        # A new tensor with ``requires_grad`` under ``no_grad`` is a leaf. A write in place does not change whether it is one.
         is_leaf = t.requires_grad and not torch.is_grad_enabled() if known is None else known.is_leaf
         shape = tuple(t.shape) if strided else tuple(n if type(n) is int else 0 for n in t.shape)
         value = Value(
             shape, tuple(t.stride()) if strided else (), str(t.dtype).removeprefix("torch."),
-            t.element_size(), t.requires_grad, place, storage, name, is_leaf=is_leaf, strided=strided,
+            t.element_size(), t.requires_grad, position, storage, name, is_leaf=is_leaf, strided=strided,
         )  # fmt: skip
         if storage and before is None:
             self._named.setdefault(storage, []).append(t)
@@ -378,9 +393,9 @@ class Recorder(Tracer):
         return number
 
     def finish(self) -> None:
-        """After the forward: what memory keeps together."""
+        """Called after the forward: completes the calls, and adds the spans that must stay in one stage."""
         graph, kept = self.graph, self.kept
-        graph.draws_held = drawn_from(self._held) != self._numbers
+        graph.draws_held = drawn_from(self._generators_of_host) != self._numbers
         slots = kept.tell(self.known)
         carried = kept.memories(slots)
         foreign = {m: t for m, t in kept.touched.items() if m not in carried}
@@ -395,15 +410,15 @@ class Recorder(Tracer):
             call = graph.calls[path]
             call.counts = not call.visible and bool(shown) and all(kept.is_own_count(slot, path) for slot in shown)
             call.visible |= bool(shown)
-        held = [t for slot in slots for t in slot_tensors(self._model, [slot])]
-        at_end = [n for t in held if (n := self.number(t)) is not None]
+        slot_contents = [t for slot in slots for t in slot_tensors(self._model, [slot])]
+        at_end = [n for t in slot_contents if (n := self.number(t)) is not None]
         parameters = self._written_parameters()
         graph.parameter_writes = {name: max(touched.changed, default=-1) for name, touched in parameters.items()}
         keep_together(graph, foreign, slots, parameters, at_end)
         told_in_backward(self._model, graph)
 
     def _written_parameters(self) -> dict[str, Touches]:
-        """The parameters that the forward wrote, with the events that use them."""
+        """Parameter that the forward wrote → the events that use it. Each counts as a change."""
         touches = {}
         for memory in self.memory.written.keys() & self._parameter_memory.keys():
             name = self._parameter_memory[memory]
@@ -414,16 +429,16 @@ class Recorder(Tracer):
 
 
 def _differentiable(t: Tensor) -> Tensor:
-    """A tensor as one with a gradient; no leaf, which the model could not write to."""
+    """A copy of a tensor with a gradient. It is no leaf, since a model may not write to a leaf in place."""
     if t.requires_grad or not t.is_floating_point():
         return t
     with without_modes():
         return t.detach().requires_grad_().clone()
 
 
-def _where_it_is(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """``result``; of what is moved to the device that it will be on (``self.scale.to(x.device)``, with a parameter on meta) the
-    very thing."""
+def _without_move(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of a function; for a move to a device (``self.scale.to(x.device)``) that changes nothing in a run, the tensor
+    itself. On meta, such a move makes a copy, though the parameter will be on that device."""
     x = args[0] if args else None
     if name not in ("to", "cpu", "cuda") or not isinstance(x, Tensor) or not isinstance(result, Tensor):
         return result

@@ -1,13 +1,13 @@
-"""``resolve``: any module + a plan → a recipe. Every decision is made in a pass, with its reason.
+"""``resolve``: any module and a plan → a recipe. Each pass makes decisions and gives their reasons.
 
-1  the plan's words    what its globs say of each module and parameter; what is wrong with it by itself
-2  the program         the forward, recorded, if stages or branches each run a part of it; where branches part and meet
-3  units and shards    what FSDP2 gathers at once; what tensor parallelism shards, from the forward itself (planning/tensor.py)
-4  stages              where the program is cut; what that and the branches change of the rest
-5  the recipe          a line a parameter; or one error with everything that is wrong
+1  the plan's entries  the settings for each module and parameter; problems of the plan by itself
+2  the program         the recorded forward, if stages or branches each run a part of it; where branches part and join
+3  units and shards    what FSDP2 gathers at once; what tensor parallelism shards, found from the forward (planning/tensor.py)
+4  stages              where the program is cut, and what stages and branches change in units, recomputation and buffers
+5  the recipe          one line for each parameter; or one error with every problem
 
-Each pass is a function of the draft (planning/draft.py) and gives the next one. ``stop_if_wrong`` ends planning where what
-follows needs a plan without mistakes.
+Each pass takes a draft (planning/draft.py) and returns the next one. ``stop_if_wrong`` raises all problems so far, before
+passes that need a plan without problems.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from meshwright.planning.rows import rows_of
 from meshwright.recipe import Recipe
 
 PASSES: tuple[Callable[[Draft], Draft], ...] = (
-    # 1  the plan's words
+    # 1  the plan's entries
     read_entries, check_rows, check_tp, check_scripted, check_hooks, check_classes, tell_dense, find_concurrent,
     read_branches, stop_if_wrong,
     # 2  the program
@@ -82,13 +82,13 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (
 
 
 def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_batch: bool = False) -> Recipe:
-    """The recipe for ``model`` (parameters on meta) under ``plan``.
+    """The recipe for ``model`` under ``plan``.
 
     Args:
-        model: with parameters on the meta device, buffers real.
+        model: the model, with parameters on the meta device and real buffers.
         run: runs the model's forward on the sample batch, and the loss on its output.
-        batch: the sample, for its number of rows.
-        whole_batch: whether these are the rows of all data ranks together.
+        batch: the sample batch, for its number of rows.
+        whole_batch: whether the sample has the rows of all data ranks together.
 
     Raises:
         PlanError: with every problem.
@@ -98,7 +98,7 @@ def resolve(model: nn.Module, plan: Plan, run: Run, batch: Any = None, *, whole_
 
 
 def recipe_of(draft: Draft) -> Recipe:
-    """The recipe, once every pass has been made."""
+    """The recipe for a draft after all passes."""
     plan, branches = draft.plan, draft.branches
     return Recipe(
         mesh=plan.mesh,
@@ -131,7 +131,7 @@ def recipe_of(draft: Draft) -> Recipe:
 
 
 def _microbatches(draft: Draft) -> int:
-    """As many as are of use, with a row each."""
+    """The default number of microbatches: ``plan.pieces``, but not more than the rows of one data rank."""
     ranks = draft.plan.mesh.data_size if draft.whole_batch else 1
     return max(1, min(draft.plan.pieces, (rows_of(draft.batch) or 1) // ranks))
 
@@ -139,5 +139,5 @@ def _microbatches(draft: Draft) -> int:
 def _reshards(plan: Plan) -> bool:
     if plan.mesh.axis_size("pp") == 1:
         return plan.reshard_after_forward is not False
-    # A backward in halves needs what its forward gathered.
+    # The two halves of a zero-bubble backward need the parameters that the forward gathered.
     return bool(plan.reshard_after_forward) and plan.schedule != "zero_bubble"

@@ -1,11 +1,11 @@
-"""Can data ranks of a branch each run their own rows? Shown by running it for its shapes, in three ways.
+"""Whether each data rank of a branch can run only its own rows. Three runs of the branch on meta must all agree:
 
-    with the rows cut     by the rules of the view: nothing may have to be gathered, and what comes out is cut as what goes in
-    with fewer rows       what comes out has as many
-    both compared         the same functions with the same constants, but for sizes of shapes: a result that is divided by
-                          the number of rows would be another one
+    with sharded rows     under the SPMD mode: nothing is gathered, and results are sharded by rows as the inputs are
+    with fewer rows       the results have as many rows as the inputs
+    both compared         the same functions with the same constants, except sizes in shapes: a result that is divided by the
+                          number of rows would have another constant
 
-What is not shown is not so: then each rank runs all rows, which is right, and no faster.
+If one of them fails, each rank runs all rows: this is right as well, but not faster.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import is_fact, label_of
 from meshwright.submesh import Submesh
 
-# Functions of which a constant may follow from the number of rows: of a shape that they give, whatever row it is.
+# Functions whose constants may depend on the number of rows: the constants are sizes of the result's shape.
 _SHAPED = frozenset(
     "view reshape expand broadcast_to unflatten zeros ones empty new_zeros new_ones new_empty rand randn".split()
 )
 
 
 def rows_of(batch: Any) -> int | None:
-    """Rows of a batch: dim 0 of its first tensor that has dims."""
+    """The number of rows of a batch: the size of dim 0 of its first tensor that has dims; None without such a tensor."""
     sizes = [t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
     return sizes[0] if sizes else None
 
 
 def rows_of_batch(graph: ModelGraph) -> int | None:
-    """Of the batch that was recorded."""
-    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].given) if t.dim()]
+    """The number of rows of the batch with which ``graph`` was recorded; None if unknown."""
+    sizes = [t.shape[0] for t in tensors_of(graph.calls[ROOT].arguments) if t.dim()]
     return sizes[0] if sizes else None
 
 
 def rows_apart(model: nn.Module, place: Submesh, graph: ModelGraph) -> bool:
-    """Whether the data ranks of a place can each run their own rows, in this forward: every call of its modules then gives, of
-    some rows, those rows of what it gives of all, and nothing else."""
+    """Whether each data rank of a place can run only its own rows in this forward: for every call of its modules, the result
+    for some rows is the same as these rows of the result for all rows, and the call has no other effect."""
     modules, rows = dict(model.named_modules()), rows_of_batch(graph)
     calls = [c for c in graph.calls.values() if c.module in place.modules]
     if rows is None or rows < place.data or not calls or any(c.fresh or c.stashed for c in calls):
@@ -63,7 +63,7 @@ def rows_apart(model: nn.Module, place: Submesh, graph: ModelGraph) -> bool:
 
 
 class Divided:
-    """So many rows, in so many shares."""
+    """``rows`` rows, divided into ``shares`` shares."""
 
     def __init__(self, rows: int, shares: int, model: nn.Module) -> None:
         self.rows, self.layout = rows, even_shard(0, rows, shares)
@@ -77,7 +77,8 @@ class Divided:
         return t.dim() > 0 and t.shape[0] == self.rows
 
     def cut_apart(self, run: Callable[..., Any], inputs: Any) -> bool:
-        """Whether ``run`` gives rows cut as those it is given, without moving any. ``inputs``: args and kwargs."""
+        """Whether ``run`` returns tensors sharded by rows as its inputs are, without a collective. ``inputs``: (args,
+        kwargs)."""
         ledger = Ledger()
         dispatcher = Dispatcher(PlannedAxis("rows", self.layout.ranks, 0, ledger), ledger, self._names)
 
@@ -89,66 +90,78 @@ class Divided:
         with SpmdMode(dispatcher, lambda x: None).on():
             args, kwargs = pytree.tree_map_only(Tensor, by_rows, inputs)
             outputs = tensors_of(run(*args, **kwargs))
-        cut_as_given = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in outputs)
-        return cut_as_given and not ledger.calls and not ledger.fallbacks
+        cut_by_rows = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in outputs)
+        return cut_by_rows and not ledger.calls and not ledger.fallbacks
 
     def some(self, inputs: Any) -> Any:
-        """What is given, with fewer rows."""
+        """The inputs with the rows of the first share only."""
         return map_tensors(lambda t: t[: self.fewer] if self.has(t) and not isinstance(t, nn.Parameter) else t, inputs)
 
 
 class _Constants(FunctionMode):
-    """What torch functions are called with besides tensors, in turn."""
+    """Records the arguments of torch functions that are no tensors.
+
+    Attributes:
+        calls: (function, its constants) of each call, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, list[Any]]] = []
+        self.calls: list[tuple[str, list[Any]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_fact(func):
             leaves = [x for x in pytree.tree_leaves((args, kwargs or {})) if not isinstance(x, Tensor)]
-            self.found.append((label_of(func), leaves))
+            self.calls.append((label_of(func), leaves))
         return func(*args, **(kwargs or {}))
 
 
-def _alike(whole: _Constants, fewer: _Constants) -> bool:
-    if len(whole.found) != len(fewer.found):
+def _alike(all_rows: _Constants, some_rows: _Constants) -> bool:
+    if len(all_rows.calls) != len(some_rows.calls):
         return False
-    pairs = zip(whole.found, fewer.found, strict=True)
+    pairs = zip(all_rows.calls, some_rows.calls, strict=True)
     return all(a == b or (a[0] == b[0] and a[0] in _SHAPED) for a, b in pairs)
 
 
 def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
-    inputs = [t for t in tensors_of(call.given) if rows.has(t)]
+    inputs = [t for t in tensors_of(call.arguments) if rows.has(t)]
     outputs = tensors_of(call.returned)
-    if not inputs or not all(map(rows.has, outputs)) or not _plain(call.given):
+    if not inputs or not all(map(rows.has, outputs)) or not _plain(call.arguments):
         return False
     try:
         with torch.no_grad(), Shadow(), Meeting():
-            if not rows.cut_apart(module, call.given):
+            if not rows.cut_apart(module, call.arguments):
                 return False
-            args, kwargs = rows.some(call.given)
-            with _Constants() as fewer:
-                shorter = tensors_of(module(*args, **kwargs))
-            args, kwargs = call.given
-            with _Constants() as whole:
+            args, kwargs = rows.some(call.arguments)
+            with _Constants() as some_rows:
+                some_outputs = tensors_of(module(*args, **kwargs))
+            args, kwargs = call.arguments
+            with _Constants() as all_rows:
                 module(*args, **kwargs)
-    except Exception:  # what a module makes of fewer rows need not make sense to it: then it gets all
+    except Exception:  # a module may fail on fewer rows: then it gets all
         return False
-    return len(shorter) == len(outputs) and all(len(t) == rows.fewer for t in shorter) and _alike(whole, fewer)
+    return (
+        len(some_outputs) == len(outputs)
+        and all(len(t) == rows.fewer for t in some_outputs)
+        and _alike(all_rows, some_rows)
+    )
 
 
 def _plain(value: Any) -> bool:
-    """Whether pytree knows all of it: other containers would be written to."""
+    """Whether every leaf is a tensor or a constant. The runs here could change an unknown container."""
     return all(isinstance(x, (Tensor, int, float, str, bool, type(None))) for x in pytree.tree_leaves(value))
 
 
 class _Finder(Tracer):
-    """Tries each plain function of a forward: those that give, of some rows, those rows of what they give of all."""
+    """Tests each plain function of a forward: whether its result for some rows is these rows of its result for all rows.
+
+    Attributes:
+        by_rows: positions of the events for which this is so.
+    """
 
     def __init__(self, model: nn.Module, graph: ModelGraph, rows: Divided) -> None:
         super().__init__(slot_tensors(model, graph.carried))
-        self.graph, self.rows, self.found = graph, rows, set[int]()
+        self.graph, self.rows, self.by_rows = graph, rows, set[int]()
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.follow(path, forward.run, args, kwargs)
@@ -158,7 +171,7 @@ class _Finder(Tracer):
     ) -> Any:
         position = self.graph.positions.get((path, index))
         if position is not None and self._apart(self.graph.events[position], func, args, kwargs, tensors):
-            self.found.add(position)
+            self.by_rows.add(position)
         result = func(*args, **kwargs)
         for t in pytree.tree_leaves(result):
             if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and not any(t is x for x in tensors):
@@ -172,18 +185,20 @@ class _Finder(Tracer):
             return False
         try:
             with torch.no_grad():
-                few, named = self.rows.some((args, kwargs))
-                fewer = tensors_of(func(*sized(func, few, self.rows.rows, self.rows.fewer), **named))
-                return all(len(t) == self.rows.fewer for t in fewer) and self.rows.cut_apart(func, (args, kwargs))
+                some_args, some_kwargs = self.rows.some((args, kwargs))
+                some_args = sized(func, some_args, self.rows.rows, self.rows.fewer)
+                outputs = tensors_of(func(*some_args, **some_kwargs))
+                return all(len(t) == self.rows.fewer for t in outputs) and self.rows.cut_apart(func, (args, kwargs))
         except Exception:
             return False
 
 
 def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: ModelGraph) -> frozenset[int]:
-    """The positions of plain functions of a forward of which data ranks can each run their own rows: those of modules apart.
+    """The positions of plain functions in a forward for which each data rank can run only its own rows. (Modules: see
+    ``rows_apart``.)
 
     Args:
-        run: the forward that ``graph`` was recorded of.
+        run: the forward of which ``graph`` is the record.
     """
     rows = rows_of_batch(graph)
     if rows is None or rows < 2:
@@ -191,4 +206,4 @@ def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: Mod
     finder = _Finder(model, graph, Divided(rows, 2, model))
     with torch.enable_grad(), Shadow(), Meeting(), following(model, finder):
         run(model)
-    return frozenset(finder.found)
+    return frozenset(finder.by_rows)

@@ -1,8 +1,9 @@
-"""Running a forward for its shapes: parameters are on meta, the batch and the buffers are real and small.
+"""``Shadow``: runs a forward for its shapes. Parameters are on meta; the batch and the buffers are real and small.
 
-What follows from parameters has a shape and no value; what follows from the batch alone (masks, positions, shifted
-labels) is computed. A value that is read all the same is assumed (a mask is all true, a number is one): planning may
-then see another path than a run takes. That costs nothing but speed, since the view is right for any path.
+A tensor that is computed from parameters has a shape and no values. A tensor that is computed from the batch alone (masks,
+positions, shifted labels) has values. If the model reads a value that does not exist, one is assumed: a mask is all true, a
+number is one. So planning may see another path than a run takes. This can cost speed, not correctness: a plan is right for any
+path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from meshwright.blame import model_line
-from meshwright.described import Laid, described, laid, made_again, tensors_among
+from meshwright.described import TensorMeta, described, from_description, tensor_meta, tensors_among
 from meshwright.planning.assumed import (
     ASSUMED,
     CONTRARY,
@@ -39,26 +40,26 @@ Watch = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class Shadow(DispatchMode):
-    """Lets meta and real tensors meet: where they do, the result is meta; and answers reads of meta values.
+    """Lets an op take meta and real tensors together (the result is on meta), and answers reads of values on meta.
 
     Args:
-        contrary: answer every question the other way: masks are empty, what is true of the batch is not. A module that
-            is called either way is called on every rank, whatever its rows.
-        fewer: assume that a mask without values holds half of what there is, and not all.
-        fewer_known: take it that a mask of the batch selects another number than it does.
-        empty: take it that masks select nothing.
-        origins: gets the memory that the answers follow from.
-        watch: is told of each op: the tensors that it takes, those of them that it writes, and what it gives.
+        contrary: give every read the opposite answer: masks are empty, a bool of the batch is inverted. Modules that are called
+            under both answers are called on every rank, whatever its rows.
+        fewer: assume that a mask without values selects half of the elements instead of all.
+        fewer_known: assume that a mask of the batch selects another number of elements than it does.
+        empty: assume that masks select nothing.
+        origins: gets the memory on which the answers depend.
+        watch: called for each op with its input tensors, those of them that it writes, and its result tensors.
 
     Attributes:
         reads: how many values were read, assumed or real.
-        known: how many of them were real: the path that was taken is that of this batch.
-        assumed: (function, the model's line) of each that was not.
-        sized: how many sizes were assumed that follow from values.
-        effects: how many ops did something else than to give tensors, in memory of their own or as views.
-        measured: how many sizes are those of what a mask of the batch selects. Another batch has others.
-        memory: storage → the name of the parameter whose it is, for whoever wants to know what is written.
-        written: the names of parameters that were written.
+        known: how many of these were real: then the path is that of this batch.
+        assumed: (function, the model's line) of each assumed value.
+        sized: how many assumed sizes depend on values.
+        effects: how many ops did more than return tensors in new memory or as views.
+        measured: how many sizes come from a mask of the batch. Another batch has other sizes.
+        memory: storage → the parameter that it belongs to. Filled by a caller who wants to know which parameters are written.
+        written: names of the parameters that were written.
     """
 
     def __init__(
@@ -82,14 +83,18 @@ class Shadow(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_among((*args, *kwargs.values()))
-        listened = self.memory or self._watch is not None
-        targets = tensors_among(value for _, value in written_by(func, args, kwargs)) if listened else []
+        is_watched = self.memory or self._watch is not None
+        targets = tensors_among(value for _, value in written_by(func, args, kwargs)) if is_watched else []
         out = self._answer(func, args, kwargs, tensors, targets)
         self.tell(tensors, targets, out)
         return out
 
     def tell(self, tensors: Sequence[Tensor], targets: Sequence[Tensor], out: Any) -> None:
-        """Tells whoever watches of an op, or of a function that stands for its ops: what it took, wrote and gave."""
+        """Calls ``watch`` for an op, or for a function that stands for several ops.
+
+        Args:
+            tensors: its inputs; ``targets``: those that it writes; ``out``: its results.
+        """
         if self._watch is not None:
             self._watch(tensors, targets, tensors_among(out if isinstance(out, (tuple, list)) else (out,)))
 
@@ -120,10 +125,10 @@ class Shadow(DispatchMode):
         return self._without_values(func, args, kwargs, tensors, kind)
 
     def _without_values(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], kind: _Kind) -> Any:
-        """What an op gives of which a tensor has no values."""
+        """The result of an op with at least one input tensor on meta."""
         if kind.is_asked and func in SIZED:
             self.sized += func is not aten.masked_select.default or tensors[1].is_meta
-            return SIZED[func](self._held, *args, **kwargs)
+            return SIZED[func](self._selected_count, *args, **kwargs)
         if kind.is_asked:
             return ASSUMED[func](*args, **kwargs)
         if kind.has_no_meta:
@@ -133,22 +138,22 @@ class Shadow(DispatchMode):
         with_values = args
         if not all(t.is_meta for t in tensors):
             if not (self.contrary or self.fewer or self._fewer_known or self._empty):
-                _refuse_what_lies_outside(func, args)
+                _refuse_index_out_of_bounds(func, args)
             args, kwargs = pytree.tree_map_only(Tensor, to_meta, (args, kwargs))
         if kind.is_indexed:
-            gives = func in INDEXED  # something of as many elements
-            args = (args[0], [self._positions(i, gives) for i in with_values[1]], *args[2:])
-            args = (args[0], [i for group in args[1] for i in group], *args[2:])
+            sizes_result = func in INDEXED  # the result has as many elements as the index selects
+            positions = [self._positions(index, sizes_result) for index in with_values[1]]
+            args = (args[0], [i for of_index in positions for i in of_index], *args[2:])
         out = _by_shapes(func, args, kwargs) if kind.is_fresh else func(*args, **kwargs)
         return out if func is not aten.native_batch_norm.default else (_as_suggested(args[0], out[0]), *out[1:])
 
     def noted(self) -> tuple[int, ...]:
-        """Is another after an op that read or wrote something, drew, or gave a size that follows from values."""
+        """Counters that change if an op reads a value, writes, draws, or returns a size that depends on values."""
         return self.effects, self.reads, self.sized, self.measured
 
     def _of_other_sizes(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a function of the batch alone; masks by which it selects hold another number than they do, if other
-        sizes are asked for: as many as of what has no values."""
+        """The arguments of an op on tensors with values. If other sizes are to be assumed, masks by which it selects are
+        replaced by masks that select another number of elements."""
         if func not in INDEXED or not any(map(is_mask, args[1])):
             return args
         self.measured += 1
@@ -158,24 +163,28 @@ class Shadow(DispatchMode):
         other = torch.zeros_like if self._empty else of_another
         return args[0], [other(i) if is_mask(i) else i for i in args[1]]
 
-    def _held(self, mask: Tensor) -> int:
-        """How many elements a mask selects; all, or half of them, if it has no values: meta kernels cannot count."""
+    def _selected_count(self, mask: Tensor) -> int:
+        """How many elements a mask selects. If it has no values: all of them, or half."""
         if self._empty:
             return 0
         if not mask.is_meta:
             self.measured += 1
-            held = int(mask.count_nonzero())
-            return another(held, mask.numel()) if self._fewer_known else held
+            count = int(mask.count_nonzero())
+            return another(count, mask.numel()) if self._fewer_known else count
         return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
 
-    def _positions(self, index: Tensor | None, gives: bool) -> list[Tensor | None]:
-        """A mask as the positions it holds; ``gives``: of which there are as many as of what the function gives."""
+    def _positions(self, index: Tensor | None, sizes_result: bool) -> list[Tensor | None]:
+        """A mask as tensors of positions, one for each of its dims, on meta; another index unchanged, in a list.
+
+        Args:
+            sizes_result: whether the op's result has as many elements as the mask selects.
+        """
         if index is None or not is_mask(index):
             return [index]
         self.sized += index.is_meta
-        self.reads += gives
-        held = self._held(index) if gives or index.is_meta else int(index.count_nonzero())
-        return [torch.empty(held, dtype=torch.int64, device=META) for _ in range(index.dim())]
+        self.reads += sizes_result
+        count = self._selected_count(index) if sizes_result or index.is_meta else int(index.count_nonzero())
+        return [torch.empty(count, dtype=torch.int64, device=META) for _ in range(index.dim())]
 
 
 # Functions that take a tensor, a dim and an index into it.
@@ -189,9 +198,10 @@ _ALONG_A_DIM = (
 )
 
 
-def _refuse_what_lies_outside(func: Any, args: Any) -> None:
-    """Raises the IndexError that a function raises where an index of known values lies outside of a tensor without values: the
-    edges of a graph in a part of its nodes, say. On meta it looks at no index, and one rank alone would meet the error."""
+def _refuse_index_out_of_bounds(func: Any, args: Any) -> None:
+    """Raises the IndexError that a function on a device raises for an index out of bounds, if the index has values and the
+    tensor has none (edges of a graph that index a part of its nodes, for example). Kernels on meta do not check indices, and
+    later only one rank would raise the error."""
     if func in _ALONG_A_DIM:
         pairs = [(args[0].shape[args[1]] if args[0].dim() else 1, args[2])]
     elif func in INDEXED:
@@ -208,15 +218,14 @@ def _refuse_what_lies_outside(func: Any, args: Any) -> None:
 
 
 class _Kind(NamedTuple):
-    """What ``Shadow`` wants to know of an op, looked up at once: to find an op in a table takes as long as to answer it.
+    """The facts of an op that ``Shadow`` needs, in one look-up: finding an op in a table takes as long as running it on meta.
 
     Attributes:
-        has_effects: whether it does something else than to give tensors, in memory of their own or as views.
+        has_effects: whether it does more than return tensors in new memory or as views.
         is_fresh: see ``OpFacts``.
-        is_asked: whether it is one of ``ASSUMED`` or ``SIZED``; ``has_no_meta``: of ``NO_META``.
+        is_asked: whether it is in ``ASSUMED`` or ``SIZED``; ``has_no_meta``: whether it is in ``NO_META``.
         is_indexed: whether it takes positions or masks.
-        gives_a_size: whether it gives a tensor whose size follows from values (``repeat_interleave``), and nothing else is
-            known of it.
+        gives_a_size: whether its result has a size that depends on values (``repeat_interleave``), and it is in no table.
     """
 
     has_effects: bool
@@ -240,32 +249,31 @@ def _kind_of(func: Any) -> _Kind:
     )
 
 
-# --- shapes that were asked before ------------------------------------------------------------------------------------
+# --- results on meta, cached by shapes --------------------------------------------------------------------------------
 
 
 class _UnknownError(Exception):
-    """A call that gives other things than plain tensors."""
+    """An op returns something else than plain tensors."""
 
 
 def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op that gives fresh memory, on meta tensors; or what it gave for others of the same shapes."""
+    """Runs an op on meta tensors whose results have new memory. Results for equal descriptions of arguments are cached."""
     if not all(map(is_plain_meta, tensors_among((*args, *kwargs.values())))):
         return func(*args, **kwargs)
     try:
         outputs = _shapes(func, torch.get_default_dtype(), described(args), described(kwargs))
-    except (_UnknownError, TypeError):  # a TypeError: what cannot be hashed
+    except (_UnknownError, TypeError):  # a TypeError: an argument cannot be hashed
         return func(*args, **kwargs)
-    return outputs.on_meta() if isinstance(outputs, Laid) else tuple(x.on_meta() for x in outputs)
+    return outputs.on_meta() if isinstance(outputs, TensorMeta) else tuple(x.on_meta() for x in outputs)
 
 
 @lru_cache(maxsize=16384)
-def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> Laid | tuple[Laid, ...]:
-    """What an op gives for arguments that are described. Raises _UnknownError if these are not tensors alone."""
-    outputs = func(*made_again(args), **made_again(kwargs))
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not all(map(is_plain_meta, several)):
+def _shapes(func: Any, default: torch.dtype, args: Any, kwargs: Any) -> TensorMeta | tuple[TensorMeta, ...]:
+    """The results of an op for arguments given by their descriptions. Raises _UnknownError if a result is no plain tensor."""
+    outputs = func(*from_description(args), **from_description(kwargs))
+    if not all(map(is_plain_meta, outputs if isinstance(outputs, tuple) else (outputs,))):
         raise _UnknownError
-    return tuple(map(laid, outputs)) if isinstance(outputs, tuple) else laid(outputs)
+    return tuple(map(tensor_meta, outputs)) if isinstance(outputs, tuple) else tensor_meta(outputs)
 
 
 def is_plain_meta(t: Any) -> bool:
@@ -273,8 +281,11 @@ def is_plain_meta(t: Any) -> bool:
 
 
 def _as_suggested(x: Tensor, out: Tensor) -> Tensor:
-    """What a batch norm gives, as it lies in memory: contiguous, or with channels last. On meta, torch gives it the strides of
-    what was normed, transposed perhaps; by these, a later stage would take a copy for a view."""
+    """The result of a batch norm with the strides that it has on a device: contiguous, or channels last.
+
+    On meta, torch gives the result the strides of the input, which may be transposed. By these strides, a later stage would
+    take a copy for a view.
+    """
     for memory_format in (torch.channels_last, torch.channels_last_3d):
         if x.dim() == (4 if memory_format is torch.channels_last else 5) and x.is_contiguous(
             memory_format=memory_format

@@ -1,4 +1,4 @@
-"""``Cost``: counts what the functions of a forward take, on tensors without values."""
+"""``Cost``: counts flops, bytes and random draws of a forward, also on tensors without values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from meshwright.spmd.torch_functions import flops_of, op_facts
 
 @dataclass(frozen=True)
 class Spent:
-    """What functions took.
+    """Counts over some ops.
 
     Attributes:
+        flops: floating point operations.
         moved: bytes read and written.
-        draws: of random numbers; ``drawn_from``: of each from a generator of the model's own, that generator.
+        draws: how many ops drew random numbers.
+        drawn_from: for each of these ops that drew from a generator of the model's own, the generator.
     """
 
     flops: int
@@ -36,11 +38,11 @@ class Cost(DispatchMode):
         self._drawn_from: list[torch.Generator] = []
 
     def so_far(self) -> Spent:
-        """What was counted until now."""
+        """The counts until now."""
         return Spent(self._flops, self._moved, self._draws, tuple(self._drawn_from))
 
     def since(self, before: Spent) -> Spent:
-        """What was counted since then."""
+        """The counts since ``before``, a result of ``so_far``."""
         drawn_from = tuple(self._drawn_from[len(before.drawn_from) :])
         return Spent(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
 

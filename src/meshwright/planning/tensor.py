@@ -1,20 +1,20 @@
 """Which parameters are sharded over ``tp``, and how: found by running the model's own forward on meta tensors.
 
-    a linear that meets a whole input is sharded by column; one that meets a sharded input is sharded by row
+    a linear with a replicated input is sharded by column; one with a sharded input is sharded by row
 
-The forward runs through the very rules of a real run. Whatever the cut of a parameter leads to is followed (every cut
-tensor knows the parameters its cut comes from), and what does not fit teaches a constraint about those parameters:
+The forward runs through the deciders of a real run. Every sharded tensor lists the parameters from which its cut comes. If the
+cut does not fit, the planner learns a constraint on these parameters:
 
-    a split, chunk or unbind finds k blocks in the sharded dim        cut each block (a fused QKV)
-    a view finds heads in the sharded dim                             do not break a head
-    the cut is gathered again (a function without a rule …)       not worth it: leave the parameter whole
+    a split, chunk or unbind has k blocks in the sharded dim      cut each block by itself (a fused QKV)
+    a view has heads in the sharded dim                           do not break a head
+    the cut is gathered again (a function without a rule …)       not worth it: replicate the parameter
 
-Then the forward runs again, until nothing new is learnt. Constraints hold for a family: the same parameter of every
-repeated block (planning/families.py).
+Then the forward runs again, until it runs without a new constraint. A constraint holds for a family: the corresponding
+parameters of all repeated blocks (planning/families.py).
 
-The plan's word is obeyed whatever the forward makes of it: a cut that does not fit is gathered where it is used. Where
-it says column or row of a parameter that no product takes as it is (``weight_norm``, ``scale * weight``), the dims are
-tried, for the one whose cut a product first meets in that part.
+A cut that the plan names is always made: if it does not fit, it is gathered where it is used. The plan may say column or
+row for a parameter that no matrix product uses directly (``weight_norm``, ``scale * weight``). Then each dim is tried, and
+the first is chosen whose cut a matrix product uses as column or row.
 """
 
 from __future__ import annotations
@@ -53,26 +53,29 @@ def infer_cuts(
     """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
 
     Args:
-        run: runs the forward, given the model.
-        styles: parameter name → what the plan says of it.
-        names: ``id(parameter)`` → name.
-        seeds: a context manager that cuts block inputs over the sequence, given the dispatcher.
+        run: runs the model's forward.
+        axis: the name of the mesh axis.
+        styles: parameter → its style by the plan or by the model.
+        names: ``id(parameter)`` → its name.
+        seeds: returns a context manager that shards the inputs of blocks over the sequence.
+        uses: records which parameters the forward uses, and where.
     """
 
-    of = families(model, names.values())
+    family_of = families(model, names.values())
 
     def follow(styles: Mapping[str, Style]) -> Followed:
-        return _followed(model, run, axis, size, styles, names, of, seeds, uses)
+        return _followed(model, run, axis, size, styles, names, family_of, seeds, uses)
 
     followed = follow(styles)
     dims = {names[id(p)]: p.dim() for p in model.parameters() if id(p) in names}
-    for group in _unheeded(followed.planner, dims):
-        kind, said = styles[group[0]].kind, styles
+    for group in _still_whole(followed.planner, dims):
+        kind, before = styles[group[0]].kind, styles
         tried = {}
         for dim in dims_of_style(kind, dims[group[0]]):
-            styles = {**said, **{name: replace(said[name], kind="shard", dim=dim) for name in group}}
+            styles = {**before, **{name: replace(before[name], kind="shard", dim=dim) for name in group}}
             tried[dim] = styles, follow(styles)
-            if kind in tried[dim][1].planner.roles.get(group[0], [kind]):  # where no product met it, the first will do
+            roles = tried[dim][1].planner.roles.get(group[0], [kind])  # if no product uses it, the first dim is taken
+            if kind in roles:
                 break
         else:
             dim = next(iter(tried))
@@ -82,8 +85,9 @@ def infer_cuts(
     return Cuts(planner.layouts, planner.reasons(), ledger, followed.reads, planner.refused, followed.selects)
 
 
-def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
-    """The parameters that the plan wants sharded by column or row, and that are whole: by family. Vectors follow weights."""
+def _still_whole(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
+    """Groups of parameters, by family, that the plan says to shard by column or row and that are still not sharded. Without
+    vectors, which follow their weights."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, style in planner.styles.items():
         if style.forced and style.kind in ("column", "row") and name not in planner.layouts and dims.get(name, 0) > 1:
@@ -93,10 +97,10 @@ def _unheeded(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Followed:
-    """A forward that was followed to its end, with nothing new learnt.
+    """The last run of a forward, in which no style changed.
 
     Attributes:
-        reads: how many values were read; ``selects``: how many sizes follow from values.
+        reads: how many values it read; ``selects``: how many of its sizes depend on values.
     """
 
     planner: Planner
@@ -118,10 +122,10 @@ def _followed(
 ) -> Followed:
     learnt: dict[str, Style] = {}
     news: dict[str, int] = {}
-    asked, decisions = Asked(), Decisions()  # what a call gives, and what is decided on it, is the same in each pass
-    rows = max((p.numel() for p in model.parameters()), default=0) // 8
+    asked, decisions = Asked(), Decisions()  # caches: results on meta and decisions are the same in each pass
+    large = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
-        planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, rows, model)
+        planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, large, model)
         planner.take(decisions)
         planner.families = families
         mode, shadow = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None)

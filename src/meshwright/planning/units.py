@@ -1,4 +1,5 @@
-"""Repeated blocks, and which modules are wrapped as a unit: gathered, recomputed and sequence-cut together."""
+"""Repeated blocks of a model (a unit is gathered, recomputed and sharded over the sequence as one), and ``Uses``: where a
+forward uses each parameter."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ from meshwright.spmd.tensor import local_of
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The layers of a model: the outermost modules that stand at least twice, with one type, in one container.
+    """The names of a model's layers: the outermost modules of which a container has at least two of the same type.
 
-    A layer that has no forward of its own (a ``ModuleList`` of norm, attention and residual) is never called, so nothing
-    can be gathered or recomputed with it. The modules in it that are called take its place.
+    A layer without a forward of its own (a ``ModuleList`` of norm, attention and residual) is never called, so it cannot be
+    gathered or recomputed. The modules within it that are called take its place.
     """
     blocks: list[str] = []
     for name, module in model.named_modules():
@@ -41,7 +42,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def called_modules(name: str, module: nn.Module) -> tuple[str, ...]:
-    """The name of a module; if it has no forward, the names of the outermost modules in it that have one."""
+    """The name of a module; if it has no forward, the names of the outermost modules within it that have one."""
     if _has_forward(module):
         return (name,)
     return tuple(
@@ -52,9 +53,8 @@ def called_modules(name: str, module: nn.Module) -> tuple[str, ...]:
 def _layers_in(name: str, module: nn.Module) -> tuple[str, ...]:
     if _has_forward(module):
         return (name,)
-    return tuple(
-        n for n in called_modules(name, module) if _is_block(module.get_submodule(n[len(name) + 1 :]))
-    )  # a single norm or linear is too small for a unit
+    # A single norm or linear is too small for a unit.
+    return tuple(n for n in called_modules(name, module) if _is_block(module.get_submodule(n[len(name) + 1 :])))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -67,21 +67,21 @@ def _has_forward(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A Parameter that stands in a module while units run, in the place of the model's own.
+    """A Parameter that replaces the model's own in a module while units run.
 
     Attributes:
-        of: the model's own.
-        units: those that were running when it was put there.
+        parameter: the replacement; ``original``: the model's own.
+        units: the units that were running when the replacement was set.
     """
 
     parameter: nn.Parameter
-    of: nn.Parameter
+    original: nn.Parameter
     units: frozenset[str]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter stands, what stood there, and what stands there now."""
+    """An attribute of a module that holds a parameter, the parameter before, and the one that replaces it now."""
 
     module: nn.Module
     key: str
@@ -90,37 +90,40 @@ class _Place:
 
     def put_back(self) -> None:
         if dict(self.module.named_parameters(recurse=False, remove_duplicate=False)).get(self.key) is self.now:
-            setattr(self.module, self.key, self.before)  # (unless the model has put another there)
+            setattr(self.module, self.key, self.before)  # (unless the model has assigned another one)
 
 
 class Cast(NamedTuple):
-    """The model's line that casts a parameter, and the type that it has from there on."""
+    """A cast of a parameter: the model's line, and the dtype after it."""
 
     line: str
     dtype: torch.dtype
 
 
 class Uses:
-    """During a forward: for each parameter, whether every use of it was inside the forward of its own unit.
+    """Records, during a forward, whether every use of a parameter is within the forward of its own unit.
 
-    While FSDP2 has a unit gathered, other Parameter objects stand in its modules. One that was taken from there before
-    (``state = self.block.state``, then ``self.block(state)``) is a shard, and within the unit no use of what is gathered. So
-    other objects are put there here, too.
+    While FSDP2 has gathered a unit, its modules hold other Parameter objects. A Parameter that the model read from the module
+    before (``state = self.block.state``, then ``self.block(state)``) is a shard: using it within the unit is no use of the
+    gathered one. So this class also replaces the Parameter objects of a unit while the unit runs.
+
+    Args:
+        candidates: name → module, of the modules that may become units.
+        recomputed: name → module, of the modules that are to be run again in the backward.
 
     Attributes:
-        outside: (unit, parameter) where it was not.
-        again: (unit, parameter) where the unit ran within a custom ``autograd.Function`` that was not handed the parameter.
-            The backward of that function computes with the parameter again, when the unit may have freed it.
-        kept: parameters of which the model has the very object elsewhere than in its modules (in a list, in a function's
-            closure), and that it used from there.
+        outside: (unit, parameter) if a use was outside the unit's forward.
+        again: (unit, parameter) if the unit ran within a custom ``autograd.Function`` that did not get the parameter as an
+            argument. The Function's backward computes with the parameter again, when the unit may have freed it.
+        kept: parameters that the model also reaches by a reference outside its modules (in a list, in a closure), and used so.
         seen: parameters that were used.
         written: parameters that were written.
-        cast: parameters that the forward has cast to another type than they were built in, when they were used or at its end.
-        called: units that ran, in the order in which they first did.
-        swapped: unit → a parameter in whose place the forward had put another tensor when the unit ran.
-        rewritten: modules that are to be recomputed, and whose input was written to after their forward.
+        cast: parameters that the forward has cast to another dtype when they were used, or at its end.
+        called: units that ran, in the order of their first call.
+        swapped: unit → a parameter that the forward had replaced by another tensor when the unit ran.
+        rewritten: modules of ``recomputed`` whose input was written in place after their forward.
         differentiates: whether the forward asked for gradients itself.
-        escapes: what units hand on past FSDP2.
+        escapes: tensors that units pass on without FSDP2 seeing them.
     """
 
     def __init__(
@@ -139,28 +142,30 @@ class Uses:
         self.called: dict[str, None] = {}
         self.written: set[str] = set()
         self.cast: dict[str, Cast] = {}
-        self._casts: dict[str, Cast] = {}  # as they are now
+        self._casts: dict[str, Cast] = {}  # parameter → its cast, if its dtype differs now
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
-        self._inputs: list[tuple[str, Tensor, int | None]] = []  # of modules that are recomputed, with their versions
+        # (Module of ``recomputed``, an input, its version counter.)
+        self._inputs: list[tuple[str, Tensor, int | None]] = []
         self.escapes = Escapes(candidates)
         self.swapped: dict[str, str] = {}
         self.owners: dict[int, list[str]] = {id(p): [] for p in model.parameters()}
         for name, module in candidates.items():
             for p in module.parameters():
                 self.owners[id(p)].append(name)
-        self._places: list[list[_Place]] = []  # of each running unit, as ``active``
-        self._made: dict[tuple[int, frozenset[str]], _Gathered] = {}
-        self._gathered: dict[int, _Gathered] = {}  # by the identity of its parameter
+        self._places: list[list[_Place]] = []  # for each unit in ``active`` its replaced parameters
+        self._replacements: dict[tuple[int, frozenset[str]], _Gathered] = {}
+        self._gathered: dict[int, _Gathered] = {}  # id of a replacement → its facts
 
     def own(self, x: Any) -> Any:
-        """The model's own parameter, for one that stands in its place while a unit runs."""
+        """The model's own parameter for its replacement; another object unchanged."""
         gathered = self._gathered.get(id(x))
-        return x if gathered is None else gathered.of
+        return x if gathered is None else gathered.original
 
     def note(self, x: Any, name: str) -> None:
-        """A use of a parameter, as the model has it, by a torch function."""
+        """Records that a torch function uses a parameter. ``x``: the Parameter object that the function got; ``name``: its
+        name."""
         self.seen.add(name)
         if name in self._casts and not in_conversion():
             self.cast[name] = self._casts[name]
@@ -168,22 +173,26 @@ class Uses:
         if gathered is None and "" in self.active:
             self.kept.add(name)
             return
-        taken_in = frozenset[str]() if gathered is None else gathered.units
+        gathered_in = frozenset[str]() if gathered is None else gathered.units
         for unit in self.owners.get(id(self.own(x)), ()):
-            if unit not in self.active or unit not in taken_in:
+            if unit not in self.active or unit not in gathered_in:
                 self.outside.add((unit, name))
             elif self._around is not None and unit not in self._around:
                 self.again.add((unit, name))
 
-    def assigned(self, name: str, has: torch.dtype, dtype: torch.dtype) -> None:
-        """A parameter gets data of a type. While it is followed, the parameter itself keeps the type that it has."""
+    def assigned(self, name: str, own: torch.dtype, dtype: torch.dtype) -> None:
+        """Records ``parameter.data = value``. While planning, the parameter itself keeps its dtype.
+
+        Args:
+            own: the parameter's dtype; ``dtype``: the dtype of the value.
+        """
         self._casts.pop(name, None)
-        if dtype != has:
+        if dtype != own:
             self._casts[name] = Cast(model_line(), dtype)
 
     def custom(self, apply: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls an ``autograd.Function`` of the model. Those of torch (a reentrant checkpoint) call modules, whose hooks
-        gather them again."""
+        """Calls an ``autograd.Function``. For the model's own, records which units run outside of it. (Torch's own, such as a
+        reentrant checkpoint, call modules again in the backward, and hooks of FSDP2 gather these.)"""
         if function.__module__.startswith("torch.") or self._around is not None:
             return apply(function, *args, **kwargs)
         self._around = tuple(self.active)
@@ -194,7 +203,7 @@ class Uses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follows which units' forwards are running."""
+        """Inside the ``with``, follows which units' forwards are running, and replaces their parameters meanwhile."""
         with ExitStack() as stack:
             stack.callback(self._end)
             for name, module in {"": self._model, **self.candidates}.items():
@@ -206,7 +215,7 @@ class Uses:
             self.rewritten |= {name for name, t, before in self._inputs if version(t) != before}
 
     def _end(self) -> None:
-        """No unit runs any more, even if the forward was given up by what torch calls no hooks for."""
+        """Ends all running units. Some may still run: torch calls no hooks if a BaseException ends the forward."""
         while self.active:
             self._end_unit(len(self.active) - 1)
         self._inputs.clear()
@@ -242,24 +251,29 @@ class Uses:
                 place.put_back()
 
     def _gather(self, unit: nn.Module) -> list[_Place]:
-        """Puts others in the place of a unit's parameters."""
-        there = [
+        """Replaces a unit's parameters by other Parameter objects. Returns the places, to put the parameters back."""
+        parameters = [
             (module, key, p)
             for module in unit.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
         ]  # fmt: skip
-        places = [_Place(*place, self._stand_in(place[2])) for place in there if id(self.own(place[2])) in self.owners]
-        if others := [key for _, key, p in there if id(self.own(p)) not in self.owners]:
-            self.swapped[self.active[-1]] = others[0]
+        places, foreign = [], []
+        for module, key, p in parameters:
+            if id(self.own(p)) in self.owners:
+                places.append(_Place(module, key, p, self._stand_in(p)))
+            else:
+                foreign.append(key)
+        if foreign:
+            self.swapped[self.active[-1]] = foreign[0]
         for place in places:
             setattr(place.module, place.key, place.now)
         return places
 
     def _stand_in(self, p: nn.Parameter) -> nn.Parameter:
         parameter, units = self.own(p), frozenset(self.active)
-        gathered = self._made.get((id(parameter), units))
+        gathered = self._replacements.get((id(parameter), units))
         if gathered is None:
-            made = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__)
-            gathered = self._made[id(parameter), units] = _Gathered(made, parameter, units)
-            self._gathered[id(made)] = gathered
+            replacement = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            replacement.__dict__.update(parameter.__dict__)
+            gathered = self._replacements[id(parameter), units] = _Gathered(replacement, parameter, units)
+            self._gathered[id(replacement)] = gathered
         return gathered.parameter

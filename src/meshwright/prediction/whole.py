@@ -204,8 +204,10 @@ class _InOrder:
     def with_others(self, items: Mapping[str, int], gradients: str) -> dict[str, int]:
         """What lives, of which ``items`` lived in the rehearsal. ``gradients``: what gradients are that backwards add up."""
         most = dict(items)
-        besides = {"batch": self.rows, ACTIVATIONS: self.in_flight + min(0, self.gradients)}
-        for kind, nbytes in (*besides.items(), (gradients, max(0, self.gradients))):
+        activations = most.get(ACTIVATIONS, 0) + self.in_flight + min(0, self.gradients)
+        most[ACTIVATIONS] = max(0, activations)  # fewer live than in the rehearsal: then there are fewer gradients, too
+        besides = {"batch": self.rows, gradients: max(0, self.gradients) + min(0, activations)}
+        for kind, nbytes in besides.items():
             most[kind] = most.get(kind, 0) + nbytes
         return {kind: nbytes for kind, nbytes in most.items() if nbytes}
 

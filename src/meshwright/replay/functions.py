@@ -1,7 +1,7 @@
-"""The functions that a block's forward calls, as objects: what they are closed over, and what their arguments default to.
+"""Finds the function objects that a block's forward calls, for their closures and the defaults of their arguments.
 
-Code that ran does not say which function it was of. So they are looked for where a forward finds functions: in the classes of
-its modules and in their attributes, among the globals of code that ran, in closures (what a decorator wraps) and in partials.
+A code object that ran does not know its function. So the functions are searched where a forward gets functions from: classes of
+its modules, their attributes, globals of code that ran, closures (a decorator's wrapped function) and partials.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 Codes = Mapping[types.CodeType, dict[str, Any]]
 """Code → its globals."""
 Free = Mapping[types.CodeType, tuple[Any, ...]]
-"""Code → the values of its free variables, as they were when it was called."""
+"""Code → the values of its free variables at its first call."""
 
 
 def functions_in(block: Iterable[nn.Module], codes: Codes) -> list[types.FunctionType]:
-    """The functions of code that ran, as far as they are found."""
-    found: dict[int, types.FunctionType] = {}
+    """The functions whose code ran, as far as the search finds them. ``codes``: code that ran."""
+    functions: dict[int, types.FunctionType] = {}
     seen: set[int] = set()
     waiting = [*_in_modules(block), *_in_globals(codes)]
     while waiting:
@@ -30,19 +30,18 @@ def functions_in(block: Iterable[nn.Module], codes: Codes) -> list[types.Functio
             continue
         seen.add(id(value))
         if isinstance(value, types.FunctionType) and value.__code__ in codes:
-            found[id(value)] = value
+            functions[id(value)] = value
         waiting += _around(value)
-    return list(found.values())
+    return list(functions.values())
 
 
-def unfound(functions: Iterable[types.FunctionType], codes: Codes, free: Free) -> str:
-    """The name of a function that ran and is closed over what may change, and that was not found; empty if there is none."""
+def missing_function(functions: Iterable[types.FunctionType], codes: Codes, free: Free) -> str:
+    """The name of a function that ran, has free variables that may change, and is not among ``functions``; "" if none."""
     known = {f.__code__ for f in functions}
-    within = {
-        c for code in codes for c in code.co_consts if isinstance(c, types.CodeType)
-    }  # made by the forward itself
+    # Functions that the forward itself makes: their code is a constant of code that ran.
+    nested = {c for code in codes for c in code.co_consts if isinstance(c, types.CodeType)}
     for code, values in free.items():
-        if code not in known and code not in within and not all(isinstance(v, _FIXED) for v in values):
+        if code not in known and code not in nested and not all(isinstance(v, _FIXED) for v in values):
             return code.co_name
     return ""
 
@@ -69,7 +68,7 @@ def _in_globals(codes: Codes) -> Iterator[Any]:
 
 
 def _around(value: Any) -> list[Any]:
-    """What a value leads to, if it is a function of some kind, or a container of functions."""
+    """The objects to which a value leads in the search, if it is a kind of function or a container of functions."""
     if isinstance(value, types.FunctionType):
         return [*contents(value), *defaults(value)]
     if isinstance(value, types.MethodType):
@@ -89,17 +88,17 @@ def _around(value: Any) -> list[Any]:
 
 
 def contents(function: types.FunctionType) -> list[Any]:
-    """What a function is closed over."""
+    """The values of the variables over which a function is closed."""
     return [cell.cell_contents for cell in cells(function)]
 
 
 def cells(function: types.FunctionType) -> list[types.CellType]:
-    """The variables that a function is closed over, without those that are not assigned yet."""
+    """The cells of the variables over which a function is closed, without those that are not assigned yet."""
     return [cell for cell in function.__closure__ or () if _is_assigned(cell)]
 
 
 def defaults(function: types.FunctionType) -> list[Any]:
-    """What its arguments are if they are not given."""
+    """The default values of a function's arguments."""
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 

@@ -4,10 +4,10 @@
     copy_in                  an autograd function: nothing forward, ``meshwright::move`` of its conjugate backward
     any other                ``meshwright::move``, whose backward is ``meshwright::move`` of the conjugate, or nothing
 
-An operator takes no Python objects. So a move is named by a text, by which this process finds it: ``_MOVES`` has one entry for
-each move of each axis, for as long as a compiled program has it. To the compiler the op is opaque: it is neither computed
-twice nor left out. Ranks whose graphs are the same call their collectives in the same order; a program of which ranks hold
-uneven shares is not compiled, as the compiler may order such graphs otherwise on each rank.
+An operator takes no Python objects. So a move is passed by its name: ``_MOVES`` has one entry for each move of each axis, as
+long as a compiled program uses it. The op is opaque to the compiler, which neither runs it twice nor drops it. Ranks with equal
+graphs call their collectives in the same order. A program for which ranks hold uneven shares is not compiled: the ranks' graphs
+differ, so the compiler may order them differently.
 
 Source: torch.library's custom operators (https://docs.pytorch.org/docs/stable/library.html).
 """
@@ -32,16 +32,16 @@ from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
 from meshwright.spmd.patches import compiling
 
 Function = Callable[..., tuple[Tensor, ...]]
-_NOTHING = (redistribute.CopyIn, redistribute.Release)  # forward, they give what they were given
+_NOTHING = (redistribute.CopyIn, redistribute.Release)  # their forward returns its input
 
 
 class NotCompiled(Exception):
-    """Why a program is not handed to the compiler."""
+    """A program cannot be compiled; the text says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """A move, as an operator has it: one of ``spmd/redistribute.py``, over an axis, with its further arguments."""
+    """A move as the operator finds it by name: a function of ``spmd/redistribute.py``, the axis, and further arguments."""
 
     function: type[redistribute.Move]
     axis: Axis
@@ -50,12 +50,12 @@ class _Kind:
 
     @classmethod
     def of(cls, function: type[redistribute.Move], axis: Axis, options: tuple[Any, ...]) -> _Kind:
-        """The one of its name, which is held by who asks for it."""
+        """The entry for a move; equal moves share one. It exists as long as the caller keeps it."""
         name = f"{function.__name__} {axis.name} {id(axis)} {options}"
-        known = _MOVES.get(name)
-        if known is None:
-            known = _MOVES[name] = cls(function, axis, options, name)
-        return known
+        entry = _MOVES.get(name)
+        if entry is None:
+            entry = _MOVES[name] = cls(function, axis, options, name)
+        return entry
 
     @cached_property
     def conjugate(self) -> _Kind:
@@ -67,19 +67,18 @@ _MOVES: WeakValueDictionary[str, _Kind] = WeakValueDictionary()
 
 
 def by_inductor(program: LocalProgram) -> Function:
-    """A program as a function that ``torch.compile`` makes with its first call.
+    """A program as a function that ``torch.compile`` compiles at its first call.
 
     Raises:
-        NotCompiled: it has what the compiler would not keep as it is.
+        NotCompiled: the program has something that the compiler would change (see the head of this file).
     """
-    if program.uneven or any(
-        is_uneven(known) for known in (*(g.form for g in program.kept), *(r.known for r in program.results))
-    ):
+    layouts = (*(e.form for e in program.expected), *(r.spec for r in program.results))
+    if program.uneven or any(map(is_uneven, layouts)):
         raise NotCompiled("ranks hold uneven shares")
     graph, moves = _with_operators(program.graph())
     run = torch.compile(GraphModule({}, graph), fullgraph=True, dynamic=False, options={"fallback_random": True})
 
-    def called(*inputs: Tensor, moves: tuple[_Kind, ...] = moves) -> tuple[Tensor, ...]:  # which live as long as it
+    def called(*inputs: Tensor, moves: tuple[_Kind, ...] = moves) -> tuple[Tensor, ...]:  # ``moves``: keeps them alive
         with compiling():
             out: tuple[Tensor, ...] = run(*inputs)
         return out
@@ -88,7 +87,7 @@ def by_inductor(program: LocalProgram) -> Function:
 
 
 def _with_operators(graph: Graph) -> tuple[Graph, tuple[_Kind, ...]]:
-    """(the same with an operator in the place of each move; these moves)."""
+    """(a copy of the graph with the operator in place of each move; these moves)."""
     copied = Graph()
     copied.output(copied.graph_copy(graph, {}))
     moves = []
@@ -109,17 +108,17 @@ def _replace(graph: Graph, node: Node, move: Move) -> _Kind:
     kind = _Kind.of(move.function, move.axis, move.options)
     with graph.inserting_before(node):
         if kind.function in _NOTHING:
-            made = graph.call_function(begin, (*node.args, kind.conjugate.name))
+            operator = graph.call_function(begin, (*node.args, kind.conjugate.name))
         else:
-            made = graph.call_function(torch.ops.meshwright.move.default, (*node.args, kind.name))
-    node.replace_all_uses_with(made)
+            operator = graph.call_function(torch.ops.meshwright.move.default, (*node.args, kind.name))
+    node.replace_all_uses_with(operator)
     graph.erase_node(node)
     return kind
 
 
 @torch.library.custom_op("meshwright::move", mutates_args=())
 def move(x: Tensor, name: str) -> Tensor:
-    """A move of ``spmd/redistribute.py``, without its gradient."""
+    """Runs the forward of the move of this name. Its backward is registered below."""
     kind = _MOVES[name]
     return kind.function.compute(x, kind.axis, *kind.options)
 
@@ -143,7 +142,7 @@ move.register_autograd(_backward, setup_context=_setup)
 
 
 class _Beginning(AutogradFunction):
-    """Nothing forward; backward, a move."""
+    """Does nothing in the forward; runs the move of this name in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:

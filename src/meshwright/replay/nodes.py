@@ -1,4 +1,4 @@
-"""What a recording writes down: ``Node`` by ``Node``, tensors as numbers."""
+"""The entries of a recording: one ``Node`` for each call, with numbers for tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.spmd.torch_functions import label_of
 
 @dataclass(frozen=True)
 class Value:
-    """Stands for a tensor in a program: the number of the node's result, or of the program's input."""
+    """Stands for a tensor in a program: the number of a node's result or of an input of the program."""
 
     number: int
 
@@ -27,10 +27,11 @@ class Source:
     """Where an input of a program comes from, at each call.
 
     Attributes:
-        kind: ``argument`` (its number among the tensors of the call), ``move`` (of an argument or a parameter: what a
-            collective has made of it before the call), ``parameter``, ``buffer`` or ``attribute`` of a module.
-        at: for an argument its number; else (the module's name within the block, the name there).
-        move: which one.
+        kind: ``argument``; ``parameter``, ``buffer`` or ``attribute`` of a module; or ``move``: the result of a collective
+            on an argument or parameter that was made before the call.
+        at: for an argument its number among the tensors of the call; else (the module's name within the block, the
+            attribute's name).
+        move: for kind ``move``, the name of the collective.
     """
 
     kind: str
@@ -39,12 +40,12 @@ class Source:
 
 
 class Move:
-    """A collective over an axis, or the beginning or the end of sharded work (spmd/redistribute.py), as a torch function.
+    """A collective over an axis, or the begin or end of sharded work (spmd/redistribute.py), as a function of one tensor.
 
     Args:
         function: the autograd function.
-        axis: over which it goes.
-        options: its further arguments.
+        axis: the mesh axis.
+        options: further arguments of the autograd function.
     """
 
     def __init__(self, function: Any, axis: Axis, options: tuple[Any, ...]) -> None:
@@ -70,7 +71,7 @@ class Move:
 
     @property
     def name(self) -> str:
-        """Of the move, and of its axis."""
+        """The names of the move and of its axis (``all_reduce_tp``)."""
         return self.__name__
 
 
@@ -81,12 +82,12 @@ def _spelled(name: str) -> str:
 
 @dataclass(frozen=True)
 class Under:
-    """A torch function in a region of the model's own: without gradients, say, or with another autocast.
+    """A torch function that ran under another grad or autocast mode than the block (within the model's ``torch.no_grad()``).
 
     Attributes:
         function: the torch function.
-        grad: whether gradients are on.
-        autocast: (device, type or None for off) of each device whose autocast differs from the block's.
+        grad: whether gradients are enabled.
+        autocast: (device type, dtype or None for off) for each device type whose autocast differs from the block's.
     """
 
     function: Callable[..., Any]
@@ -103,9 +104,9 @@ class Under:
                         torch.set_autocast_dtype(device, dtype)
                 return self.function(*args, **kwargs)
             finally:
-                for device, enabled, kept in before:
+                for device, enabled, dtype in before:
                     torch.set_autocast_enabled(device, enabled)
-                    torch.set_autocast_dtype(device, kept)
+                    torch.set_autocast_dtype(device, dtype)
 
     @property
     def __name__(self) -> str:
@@ -117,13 +118,12 @@ class Node:
     """One call.
 
     Attributes:
-        target: what is called.
-        args, kwargs: with a ``Value`` for each tensor.
-        results: the numbers of the tensors that come out, in their order; None for what is no tensor, or comes out of the
-            arguments.
-        several: whether they come in a tuple or list.
+        target: the function.
+        args, kwargs: its arguments, with a ``Value`` for each tensor.
+        results: the numbers of the tensors in the result, in order; None for an argument that is returned.
+        several: whether the result is a tuple or list.
         line: the model's source line.
-        bytes: that this rank puts into a collective.
+        bytes: for a collective, the bytes that this rank puts into it; else 0.
     """
 
     target: Callable[..., Any]
@@ -136,13 +136,13 @@ class Node:
 
     @property
     def structure(self) -> Hashable:
-        """Equal for nodes that do the same; source lines may differ."""
+        """A value that is equal for nodes that make the same call. Source lines may differ."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         return self.target, tuple(map(_token, leaves)), spec, self.results, self.several
 
 
 def _token(x: Any) -> Hashable:
-    """A constant by type and value: 1, 1.0 and True are equal, as are 0.0 and -0.0."""
+    """A constant with its type, to compare: Python has 1 == 1.0 == True, and 0.0 == -0.0."""
     if isinstance(x, slice):
         return slice, _token(x.start), _token(x.stop), _token(x.step)
     return type(x), str(x) if isinstance(x, float) else x

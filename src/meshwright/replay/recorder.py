@@ -1,8 +1,8 @@
-"""``Recorder``: while a block runs under the SPMD mode, what is left of its calls: functions and collectives on local tensors.
+"""``Recorder``: records the functions and collectives on local tensors that a block runs under the SPMD mode.
 
-It stands below the SPMD mode. So it meets a torch function once the mode has answered it, with local tensors; and functions
-of the block that no global tensor takes part in. A collective is no torch function: it is told of by a patch. Operations
-beneath tell by their tags and schemas what no program can hold.
+It is a function mode below the SPMD mode. So it sees the functions that the SPMD mode calls on local tensors, and the block's
+functions without a global tensor. A collective is no torch function: a patch reports it. A dispatch mode sees ATen ops, whose
+tags and schemas show what no program can hold.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ CONSTANTS = (
 _CHANGES_AUTOGRAD = frozenset(
     "requires_grad_ requires_grad= grad= backward share_memory_ set_ resize_ resize_as_".split()
 )
-_QUIET = (redistribute.CopyIn, redistribute.KeepSlice, redistribute.KeepFirst)  # nothing moves in their forward
+_QUIET = (redistribute.CopyIn, redistribute.KeepSlice, redistribute.KeepFirst)  # their forward sends nothing
 
 
 class Refused(Exception):
-    """A block has no program; the text says why."""
+    """A block can have no program; the text says why."""
 
 
 class Recorder(FunctionMode):
-    """One call of a block, written down.
+    """Records one call of a block.
 
     Args:
-        inputs: the tensors that are there before the call, with where they come from.
-        given: those of them that the block may not write to: its arguments, and parameters.
+        inputs: (tensor, source) for each tensor that exists before the call.
+        read_only: the tensors among them to which the block may not write: its arguments and parameters.
 
     Attributes:
-        nodes: in order.
-        refusal: why there is no program, if there is none; what came first.
-        codes: code of the model's that ran, with its globals.
-        free: of such code what its free variables were.
-        used: number of a value that comes from outside → where from.
+        nodes: the calls, in order.
+        refusal: the first reason why there can be no program; "" if there is none.
+        codes: the model's code that ran → its globals.
+        free: such code → the values of its free variables at its first call.
+        used: number of a tensor from outside that the block uses → its source.
     """
 
-    def __init__(self, inputs: Sequence[tuple[Tensor, Source]], given: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[tuple[Tensor, Source]], read_only: Sequence[Tensor]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.refusal = ""
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         self.free: dict[types.CodeType, tuple[Any, ...]] = {}
         self.used: dict[int, Source] = {}
-        self._kept: list[Tensor] = []  # a tensor that lives on keeps its id
+        self._alive: list[Tensor] = []  # the tensors with numbers; kept alive so that their ids are not used again
         self._numbers: dict[int, int] = {}
-        self._unasked: dict[int, tuple[Tensor, Source]] = {id(t): (t, s) for t, s in reversed(inputs)}
-        self._given = {storage_of(t) for t in given if t.layout is torch.strided}
-        self._inside = 0  # functions whose own functions are not looked at
+        self._sources: dict[int, tuple[Tensor, Source]] = {id(t): (t, s) for t, s in reversed(inputs)}
+        self._read_only = {storage_of(t) for t in read_only if t.layout is torch.strided}
+        self._inside = 0  # how many functions are running whose inner calls are not recorded
         self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """For the time of the call."""
-        held = host_generators(model)
-        before, own = host_drawn(held), drawn_from(held)
+        """Records inside the ``with``. ``model``: the whole model, whose generators are watched."""
+        generators = host_generators(model)
+        of_host, of_model = host_drawn(generators), drawn_from(generators)
         profile = sys.getprofile()
         scripted = scripted_functions(self._scripted)
         with patches.CUSTOM_FUNCTION.on(self._custom, first=True), scripted, _Operations(self), self:
@@ -93,23 +93,23 @@ class Recorder(FunctionMode):
                 yield
             finally:
                 sys.setprofile(profile)
-        if host_drawn(held) != before or drawn_from(held) != own:
+        if host_drawn(generators) != of_host or drawn_from(generators) != of_model:
             self.refuse("it draws random numbers of the host")
 
     def refuse(self, why: str) -> None:
-        """There is no program. What was found first is told."""
+        """Records that there can be no program, with the model's line. Only the first reason is kept."""
         if not self.refusal:
             self.refusal = f"{why}{f' at {line}' if (line := model_line()) else ''}"
 
     def number(self, t: Tensor) -> int | None:
-        """The number of a tensor; None if where it comes from is not known."""
+        """The number of a tensor; None if its source is unknown."""
         number = self._numbers.get(id(t))
-        if number is None and (known := self._unasked.get(id(t))) is not None:
+        if number is None and (entry := self._sources.get(id(t))) is not None:
             number = self._new(t)
-            self.used[number] = known[1]
+            self.used[number] = entry[1]
         return number
 
-    # --- what the mode is told -----------------------------------------------------------------------------------------
+    # --- functions, and what they do ----------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,15 +123,15 @@ class Recorder(FunctionMode):
         name = name_of(func)
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args))
-        if why := self._unfit(func, name, args, kwargs):
+        if why := self._why_not(func, name, args, kwargs):
             self.refuse(why)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._write_down(func, args, kwargs, result)
+        self._record(func, args, kwargs, result)
         return result
 
-    def _unfit(self, func: Any, name: str, args: Any, kwargs: Any) -> str:
-        """Why a function cannot stand in a program."""
+    def _why_not(self, func: Any, name: str, args: Any, kwargs: Any) -> str:
+        """Why a function cannot be in a program; "" if it can."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors and (name in NUMBERS or name in YES_OR_NO or func in SHARES_MEMORY):
             return f"Python reads a value by {name}"
@@ -142,7 +142,7 @@ class Recorder(FunctionMode):
         return ""
 
     def _scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Its executor calls other functions once it has seen some calls: then the recording lacks what they do.
+        # The executor of torch.jit runs other code after some calls, which the recording would not have.
         self.refuse("it calls what torch.jit made")
         return call(function, *args, **kwargs)
 
@@ -159,7 +159,7 @@ class Recorder(FunctionMode):
                 x, axis, *options = args
                 size = 0 if function in _QUIET else x.numel() * x.element_size()
                 with self._unseen():
-                    self._write_down(Move(function, axis, tuple(options)), (x,), {}, result, size)
+                    self._record(Move(function, axis, tuple(options)), (x,), {}, result, size)
             else:
                 self.refuse(f"the autograd function {function.__name__} is used")
             return result
@@ -182,14 +182,14 @@ class Recorder(FunctionMode):
             elif code not in self.codes and code_of_model(code):
                 self.codes[code] = frame.f_globals
                 if code.co_freevars:
-                    known = frame.f_locals
-                    self.free[code] = tuple(known[name] for name in code.co_freevars if name in known)
+                    variables = frame.f_locals
+                    self.free[code] = tuple(variables[name] for name in code.co_freevars if name in variables)
         elif event == "c_call" and _has_effect(arg) and code_of_model(code):
             self.refuse(f"it calls {getattr(arg, '__qualname__', arg)}")
 
-    # --- what is written down ------------------------------------------------------------------------------------------
+    # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _write_down(self, func: Any, args: Any, kwargs: Any, result: Any, size: int = 0) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, size: int = 0) -> None:
         args, kwargs = pytree.tree_map(self._operand, (args, kwargs))
         if self.refusal:
             return
@@ -223,19 +223,19 @@ class Recorder(FunctionMode):
         return x
 
     def _new(self, t: Tensor) -> int:
-        number = len(self._kept)
-        self._kept.append(t)
+        number = len(self._alive)
+        self._alive.append(t)
         self._numbers[id(t)] = number
         return number
 
     @property
-    def looks(self) -> bool:
-        """Whether operations beneath are of the block: those of a collective, and of what compares ranks in it, are not."""
+    def watches_ops(self) -> bool:
+        """Whether ATen ops now belong to the block: those within a collective do not, nor those that compare ranks in it."""
         return not self._inside and not self.refusal
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An operation beneath a function: whether it reads values, gives sizes that follow from them, or writes where it may
-        not."""
+        """Checks an ATen op. Refuses if it reads a value, returns a size that depends on values, or writes to a tensor to which
+        the block may not write."""
         tags = func.tags
         if torch.Tag.data_dependent_output in tags:
             self.refuse("Python reads a value")
@@ -243,26 +243,27 @@ class Recorder(FunctionMode):
             self.refuse(f"the size that {func.overloadpacket.__name__} gives follows from values")
         for _, written in written_by(func, args, kwargs):
             for t in pytree.tree_leaves(written):
-                if isinstance(t, Tensor) and t.layout is torch.strided and storage_of(t) in self._given:
+                if isinstance(t, Tensor) and t.layout is torch.strided and storage_of(t) in self._read_only:
                     self.refuse("it writes to what it is given")
 
 
 class _Operations(TorchDispatchMode):
-    """Tells a recorder of operations."""
+    """Calls ``Recorder.operation`` for each ATen op."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._recorder.looks and DTensor not in types:
+        if self._recorder.watches_ops and DTensor not in types:
             with without_dispatch():
                 self._recorder.operation(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 def _getter(func: Any) -> Callable[..., Any]:
-    """A function by which a program can call what was called: a property of a tensor is asked by its name."""
+    """A function that a program can call for ``func``: ``Property`` for a tensor's property, ``Unspelled`` for a function that
+    its name does not lead to."""
     if getattr(func, "__name__", "") == "__get__":
         return Property(name_of(func))
     target: Callable[..., Any] = func
@@ -270,7 +271,8 @@ def _getter(func: Any) -> Callable[..., Any]:
 
 
 def _is_spelled(func: Any) -> bool:
-    """Whether a function stands where its module and its name say. So ``fx`` writes those of torch; others it is given."""
+    """Whether a function is found under its module and name. ``fx`` writes torch's functions by name; others it keeps as
+    objects."""
     module, name = getattr(func, "__module__", None) or "", getattr(func, "__name__", "")
     if not module.startswith("torch."):
         return True
@@ -278,7 +280,8 @@ def _is_spelled(func: Any) -> bool:
 
 
 class Unspelled:
-    """A function of torch that stands under another name than it has: ``x ** 2`` is called ``pow``, and is not that."""
+    """A function of torch that its ``__name__`` does not lead to: the function of ``x ** 2`` has the name ``pow``, but is not
+    ``torch.pow``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.__name__ = function, function.__name__
@@ -294,7 +297,7 @@ class Unspelled:
 
 
 class Property:
-    """A property of a tensor, as a function: ``x.T``."""
+    """A property of a tensor (``x.T``) as a function."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -321,7 +324,7 @@ def _differing(now: Autocast, before: Autocast) -> Autocast:
 
 
 def _forbidden() -> dict[types.CodeType, str]:
-    """Code that does to a forward what a program does not say."""
+    """Code of functions that change a forward in a way that nodes do not show → text for a person."""
     from torch.autograd import graph
     from torch.utils import checkpoint
 
@@ -342,7 +345,7 @@ _EFFECTS = frozenset(["time", "_random", "random", "_io", "posix", "nt", "_socke
 
 
 def _has_effect(function: Any) -> bool:
-    """Whether a function in C does something besides giving a result, or gives another each time."""
+    """Whether a function in C has a side effect, or returns another result each time."""
     if function is print or function is input or function is open:
         return True
     return (

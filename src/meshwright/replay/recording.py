@@ -1,8 +1,8 @@
-"""``Recording``: one call of a block, run as ever and written down; what comes of it is a ``LocalProgram``.
+"""``Recording``: one call of a block, run eagerly and recorded. From the recording, a ``LocalProgram`` is made.
 
-before   the tensors that are there (arguments, parameters, buffers, attributes), and the moves already made of them
-call     the block's forward under a recorder, which stands below all function modes that are on
-after    nodes, results, and the moves that the call left on tensors from outside
+before   collect the tensors that exist (arguments, parameters, buffers, attributes), and the moves already made of them
+call     run the block's forward under a recorder, which is below all function modes that are on
+after    make the program from nodes, results, and the moves that the call memoized on tensors from outside
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshwright.private import function_mode_at, function_modes, pytree, without
 from meshwright.replay.nodes import Source
 from meshwright.replay.program import (
     Constant,
-    Given,
+    Expected,
     LocalProgram,
-    MoveLeft,
+    MemoizedMove,
     Result,
     form_of,
     is_uneven,
@@ -35,15 +35,15 @@ Inputs = list[tuple[Tensor, Source]]
 
 
 class Recording:
-    """Runs one call of a block and writes it down. Made before the call, with modes off.
+    """Runs one call of a block and records it. Created before the call, with modes off.
 
     Args:
         module: the block.
         mode: the SPMD mode that is on.
-        tensors: those among the arguments of the call, in order.
+        tensors: the tensors among the arguments of the call, in order.
 
     Attributes:
-        recorder: what was written down, and why it is no program, if it is none.
+        recorder: holds the nodes, or the reason why there is no program.
     """
 
     def __init__(self, module: nn.Module, mode: SpmdMode, tensors: Sequence[Tensor]) -> None:
@@ -61,7 +61,7 @@ class Recording:
         return result
 
     def program(self, result: Any) -> LocalProgram:
-        """The program of the call, which returned ``result``. With modes off.
+        """The program of the call, which returned ``result``. Modes must be off.
 
         Raises:
             Refused: no program can hold what the call did.
@@ -70,21 +70,23 @@ class Recording:
         if recorder.refusal:
             raise Refused(recorder.refusal)
         results, outputs, returned = self._results(result)
-        left = _left(recorder, self._inputs, self._moves_before) + _left_of_results(recorder, outputs, results)
+        memoized = _new_moves(recorder, self._inputs, self._moves_before) + _moves_of_results(
+            recorder, outputs, results
+        )
         used = tuple(sorted(recorder.used.items()))
         return LocalProgram(
             nodes=tuple(recorder.nodes),
             inputs=used,
-            kept=self._slots(used, left),
+            expected=self._expected(used, memoized),
             results=results,
             returned=returned,
-            left=tuple(left),
+            memoized=tuple(memoized),
             fallbacks=tuple(sorted(self._fallbacks.items(), key=str)),
             uneven=any(is_uneven(form_of(t)) for t in self._tensors),
         )
 
     def _results(self, result: Any) -> tuple[tuple[Result, ...], list[Tensor], tuple[Any, tuple[Any, ...]]]:
-        """(each tensor that the call returned, as a program gives it; the tensors; how they stand in what is returned)."""
+        """(a ``Result`` for each tensor that the call returned, the tensors, ``LocalProgram.returned``)."""
         leaves, spec = pytree.tree_flatten(result)
         results: list[Result] = []
         outputs: list[Tensor] = []
@@ -101,27 +103,25 @@ class Recording:
         alone = len(leaves) == 1 and leaves[0] is result
         return tuple(results), outputs, (None if alone else spec, tuple(slots))
 
-    def _slots(self, used: Sequence[tuple[int, Source]], left: Sequence[MoveLeft]) -> tuple[Given, ...]:
-        """The parameters, buffers and attributes of the block that the program needs, as they were before the call."""
-        places = [s for _, s in used if s.kind not in ("argument", "move")]
-        places += [Source(s.at[0], s.at[1:]) for _, s in used if s.kind == "move" and not isinstance(s.at, int)]
-        places += [Source(m.of[0], m.of[1:]) for m in left if not isinstance(m.of, int) and m.of[0] != "result"]
+    def _expected(self, used: Sequence[tuple[int, Source]], memoized: Sequence[MemoizedMove]) -> tuple[Expected, ...]:
+        """The facts, before the call, of the parameters, buffers and attributes that the program needs."""
+        sources = [s for _, s in used if s.kind not in ("argument", "move")]
+        sources += [Source(s.at[0], s.at[1:]) for _, s in used if s.kind == "move" and not isinstance(s.at, int)]
+        of_module = [m.tensor for m in memoized if not isinstance(m.tensor, int) and m.tensor[0] != "result"]
+        sources += [Source(kind, tuple(at)) for kind, *at in of_module]
         tensor_at = {source: t for t, source in self._inputs}
-        return tuple(
-            Given(
-                place,
-                form_of(tensor_at[place]),
-                local_of(tensor_at[place]).requires_grad,
-                tuple(_moves_made(self._moves_before, place)),
-            )
-            for place in dict.fromkeys(places)
-        )
+        expected = []
+        for source in dict.fromkeys(sources):
+            t = tensor_at[source]
+            moves = tuple(_moves_made(self._moves_before, source))
+            expected.append(Expected(source, form_of(t), local_of(t).requires_grad, moves))
+        return tuple(expected)
 
 
 def _below(
     recorder: Recorder, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of a forward, with the recorder below all modes that are on."""
+    """The result of a forward that runs with the recorder below all modes that are on."""
     modes = [function_mode_at(i) for i in range(function_modes())]
     for mode in reversed(modes):
         mode.__exit__(None, None, None)
@@ -134,9 +134,8 @@ def _below(
                 result = forward(*args, **kwargs)
                 with without_modes():
                     outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-                    if counts != [m.interventions() for m in modes] or any(
-                        m.follows(t) for m in modes for t in outputs
-                    ):
+                    intervened = counts != [m.interventions() for m in modes]
+                    if intervened or any(m.follows(t) for m in modes for t in outputs):
                         recorder.refuse("it computes what the rows of all ranks weigh")
             finally:
                 for mode in reversed(modes):
@@ -148,7 +147,7 @@ def _below(
 
 
 def _inputs(block: nn.Module, mode: SpmdMode, tensors: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-    """(every tensor that is there before a call, as the mode knows it, with where it comes from; what may not be written)."""
+    """(every tensor that exists before a call, as the mode has it, with its source; tensors that may not be written)."""
     inputs: Inputs = [(t, Source("argument", i)) for i, t in enumerate(tensors)]
     read_only = [local_of(t) for t in tensors]
     for path, module in block.named_modules():
@@ -166,7 +165,7 @@ def _inputs(block: nn.Module, mode: SpmdMode, tensors: Sequence[Tensor]) -> tupl
 
 
 def _moves(inputs: Inputs) -> Inputs:
-    """What has been made of tensors before the call."""
+    """The results of moves of ``inputs`` that were made before the call, with their sources."""
     moves: Inputs = []
     for t, source in inputs:
         for kind in valid_moves(t):
@@ -176,15 +175,22 @@ def _moves(inputs: Inputs) -> Inputs:
 
 
 def _moves_made(before: Mapping[Source, Mapping[str, Any]], source: Source) -> list[str]:
-    """The moves of a tensor that had been made before a call."""
+    """The names of the moves of a tensor that had been made before a call."""
     return sorted(kind for kind, memo in before[source].items() if type(memo) is tuple)
 
 
 def _result(recorder: Recorder, t: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Result:
-    """A tensor that comes out."""
-    itself = next((i for i, x in enumerate(tensors) if x is t), None)
-    if itself is not None:
-        return Result(None, itself=itself)
+    """The ``Result`` for a tensor that the block returned.
+
+    Args:
+        tensors: the tensors among the arguments; ``others``: the tensors that were returned before ``t``.
+
+    Raises:
+        Refused: no program can return such a tensor.
+    """
+    argument = next((i for i, x in enumerate(tensors) if x is t), None)
+    if argument is not None:
+        return Result(None, argument=argument)
     if isinstance(t, (nn.Parameter, DTensor)) or getattr(t, "_mw_is_parameter", False):
         raise Refused("it returns a parameter")
     if any(not name.startswith("_mw_") for name in vars(t)):
@@ -194,14 +200,14 @@ def _result(recorder: Recorder, t: Tensor, tensors: Sequence[Tensor], others: Se
         raise Refused("it returns a tensor that no torch function made")
     if type(t) is not GlobalTensor:
         return Result(number)
-    known = spec_of(t)
+    spec = spec_of(t)
     if t._mw_spec is None or t._mw_parameter is not None:
         raise Refused("it returns a part of a gathered tensor")
-    return Result(number, known, t._mw_dispatcher, memory=_memory(t, tensors, others))
+    return Result(number, spec, t._mw_dispatcher, memory=_memory(t, tensors, others))
 
 
 def _memory(t: GlobalTensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int | None:
-    """With which argument, or other result, a result shares its memory."""
+    """The number of the memory that a result shares with an argument or another result, see ``Result.memory``."""
     if t._mw_memory is None:
         return None
     for i, x in enumerate(tensors):
@@ -211,33 +217,34 @@ def _memory(t: GlobalTensor, tensors: Sequence[Tensor], others: Sequence[Tensor]
     return same[0] if same else len(others)
 
 
-def _left(recorder: Recorder, inputs: Inputs, before: Mapping[Source, Mapping[str, Any]]) -> list[MoveLeft]:
-    """Moves of tensors from outside that were made in the call."""
-    left = []
+def _new_moves(recorder: Recorder, inputs: Inputs, before: Mapping[Source, Mapping[str, Any]]) -> list[MemoizedMove]:
+    """The moves of tensors from outside that the call made."""
+    memoized = []
     for t, source in inputs:
         for kind in valid_moves(t):
             memo = moves_of(t)[kind]
             if before[source].get(kind) is memo:
                 continue
-            of = source.at if source.kind == "argument" else (source.kind, *source.at)
-            left.append(_move_left(recorder, of, kind, memo))
-    return left
+            tensor = source.at if source.kind == "argument" else (source.kind, *source.at)
+            memoized.append(_memoized_move(recorder, tensor, kind, memo))
+    return memoized
 
 
-def _left_of_results(recorder: Recorder, outputs: Sequence[Tensor], results: Sequence[Result]) -> list[MoveLeft]:
+def _moves_of_results(recorder: Recorder, outputs: Sequence[Tensor], results: Sequence[Result]) -> list[MemoizedMove]:
     return [
-        _move_left(recorder, ("result", i), kind, moves_of(t)[kind])
+        _memoized_move(recorder, ("result", i), kind, moves_of(t)[kind])
         for i, (t, r) in enumerate(zip(outputs, results, strict=True))
-        if r.itself is None
+        if r.argument is None
         for kind in valid_moves(t)
     ]
 
 
-def _move_left(recorder: Recorder, of: Any, kind: str, memo: Any) -> MoveLeft:
+def _memoized_move(recorder: Recorder, tensor: Any, kind: str, memo: Any) -> MemoizedMove:
+    """The record of a move. ``tensor``: see ``MemoizedMove``; ``memo``: (version, with gradients, the moved tensor)."""
     number = recorder.number(memo[2]) if isinstance(memo[2], Tensor) else None
     if number is None:
         raise Refused("a collective of what it is given is kept, and cannot be followed")
-    return MoveLeft(of, kind, memo[1], number)
+    return MemoizedMove(tensor, kind, memo[1], number)
 
 
 __all__ = ["Recording"]

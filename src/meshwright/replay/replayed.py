@@ -1,11 +1,12 @@
-"""``LocalPrograms``: the blocks of a model that run as local programs.
+"""``LocalPrograms``: records the blocks of a model and replays them as local programs.
 
-    a call of a block     first   second   later
-    its key is known       no      once     twice, and both recordings are equal
-    what is done        record   record   replay
+    call of a block with a key    first    second                      later
+    recordings before             none     one                         two, which are equal
+    action                        record   record, compare the two     replay
 
-What is recorded runs as ever; only a replay passes the SPMD mode by. A block with other recordings of one key, or with what no
-program can hold, stays eager, and the blocks in it are recorded in its place. Blocks of one kind share one compiled function.
+A recorded call runs eagerly; only a replay bypasses the SPMD mode. A block stays eager if two recordings of a key differ, or if
+it does something that no program can hold; then the blocks within it are recorded instead. Blocks of one kind share one
+compiled function.
 """
 
 from __future__ import annotations
@@ -35,18 +36,21 @@ from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.signature import NEVER, read
 from meshwright.spmd.tensor import GlobalTensor, spec_of
 
-_FEWEST = 4  # nodes below which a replay saves less than its look-up costs
-_VARIANTS, _STATES = 16, 4  # keys of a block, and states of each, before it stays eager: each takes two recordings
+_FEWEST = 4  # with fewer nodes, a replay saves less than its look-up costs
+_VARIANTS, _STATES = (
+    16,
+    4,
+)  # most keys of a block, and most states of a key, before it stays eager: each costs two recordings
 
 
 @dataclass
 class Variant:
-    """What is known of a block for one key, and one state of what Python keeps.
+    """The recordings of a block for one key and one Python state.
 
     Attributes:
         first: the first recording.
-        state: the Python state that it met.
-        bound: the program, once a second recording was equal.
+        state: the Python state at that recording.
+        bound: the program for this block, after a second recording was equal; else None.
     """
 
     first: LocalProgram
@@ -59,28 +63,28 @@ class Block:
     """A module that may run as a local program.
 
     Attributes:
-        refusal: why it has none; empty while it may have one.
-        given: what it was given that no key holds; its calls with that stay eager.
-        modules: those in it, itself first.
-        variants: by key, each with its states.
+        refusal: why it has no program; "" while it may have one.
+        unkeyed: why a call of it had no key; such calls stay eager. "" if there was none.
+        modules: the module and all modules within it.
+        variants: key → its variants, one for each Python state.
     """
 
     name: str
     module: nn.Module
     forward: Callable[..., Any]
     refusal: str = ""
-    given: str = ""
+    unkeyed: str = ""
     variants: dict[Hashable, list[Variant]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = list(self.module.modules())
 
-    def keeps(self) -> list[Any]:
-        """The very objects that its modules keep as parameters and buffers."""
+    def tensors(self) -> list[Any]:
+        """The objects that its modules have as parameters and buffers now."""
         return [t for m in self.modules for table in (m._parameters, m._buffers) for t in table.values()]
 
     def variant(self, key: Hashable) -> Variant | None:
-        """What is known for a key and the state that holds now."""
+        """The variant for a key and the current Python state; None if there is none."""
         return next((v for v in self.variants.get(key, ()) if v.state.holds()), None)
 
 
@@ -89,16 +93,17 @@ class Begun:
     """A recording of one call of a block, before the call.
 
     Attributes:
-        key: of the call.
-        variant: the first recording of the key, if this is to be the second.
-        state: the Python state that the block's forward may read.
-        keeps: the parameters and buffers of the block's modules.
+        key: the key of the call.
+        variant: the variant with the first recording, if this is to be the second.
+        state: the Python state that the block's forward may read, before the call.
+        tensors: the parameters and buffers of the block's modules before the call.
+        recording: runs and records the call.
     """
 
     key: Hashable
     variant: Variant | None
     state: ModuleState
-    keeps: list[Any]
+    tensors: list[Any]
     recording: Recording
 
 
@@ -106,11 +111,11 @@ class LocalPrograms:
     """Records the blocks of a model, and replays them.
 
     Args:
-        model: its modules.
-        blocks: the names of its repeated blocks. The modules in them and beside them are blocks as well: where what is around
-            them stays eager, they are recorded.
-        compile: whether ``torch.compile`` makes the functions of programs.
-        recomputed: whether backwards run blocks again: then none is compiled.
+        model: the model.
+        blocks: the names of its repeated blocks. The modules within them and beside them are blocks as well: they are recorded
+            if the block around them stays eager.
+        compile: whether ``torch.compile`` compiles the programs.
+        recomputed: whether backwards run blocks again: then no program is compiled by ``torch.compile``.
     """
 
     def __init__(
@@ -120,11 +125,11 @@ class LocalPrograms:
         self._uncompiled: dict[str, str] = {}
         self._blocks: dict[str, Block] = {}
         self._functions: list[tuple[Hashable, LocalProgram, Function]] = []
-        self._thread: int | None = None  # which is recording
+        self._thread: int | None = None  # the thread that is recording
         self.names = _candidates(model, blocks)
 
     def around(self, name: str, module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A block's forward → what is called in its place."""
+        """A function that wraps a block's forward: the result records and replays its calls."""
 
         def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
             block = self._blocks[name] = Block(name, module, forward)
@@ -139,22 +144,22 @@ class LocalPrograms:
         return replaying
 
     def program(self, name: str) -> LocalProgram | None:
-        """The program of a block that was called last; None if it has none."""
+        """The newest program of a block; None if it has none."""
         block = self._blocks.get(name)
         variants = [v for of_key in block.variants.values() for v in of_key] if block is not None else []
         bound = [v.bound for v in variants if v.bound is not None]
         return bound[-1].program if bound else None
 
     def refusal(self, name: str) -> str:
-        """Why a block has no program; empty if it has one, or may have one."""
+        """Why a block has no program; "" if it has one, or may get one."""
         return self._blocks[name].refusal if name in self._blocks else "it is no block"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which blocks stay eager, and which programs are not compiled, and why."""
+        """Notes for a person: which blocks stay eager, which programs are not compiled, and why."""
         why: dict[str, list[str]] = {}
         for name, block in self._blocks.items():
-            reason = block.refusal or block.given
+            reason = block.refusal or block.unkeyed
             if reason and reason != _SMALL:
                 why.setdefault(f"no recorded program, as {reason}", []).append(name or "the model")
         for name, reason in self._uncompiled.items():
@@ -164,7 +169,7 @@ class LocalPrograms:
     # --- a call -----------------------------------------------------------------------------------------------------------
 
     def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode, may_replay = _on()
+        mode, may_replay = _spmd_mode()
         if mode is None:
             return block.forward(*args, **kwargs)
         with without_modes():
@@ -174,26 +179,26 @@ class LocalPrograms:
                 out = variant.bound(mode, tensors) if may_replay else NotImplemented
                 if out is not NotImplemented:
                     return out
-                if may_replay:  # parameters are others: recorded anew
+                if may_replay:  # parameters have changed: record anew
                     block.variants[key].remove(variant)
                     variant = None
         if key is None:
-            block.given = block.given or _unkeyed(args, kwargs)
+            block.unkeyed = block.unkeyed or _unkeyed(args, kwargs)
             return block.forward(*args, **kwargs)
         if variant is not None and variant.bound is not None:
             return block.forward(*args, **kwargs)
         with without_modes():
-            begun = self._begin(block, key, variant, mode, tensors)
+            begun = self._prepare(block, key, variant, mode, tensors)
         if begun is None:
             return block.forward(*args, **kwargs)
         return self._recorded(block, begun, args, kwargs)
 
     # --- recording --------------------------------------------------------------------------------------------------------
 
-    def _begin(
+    def _prepare(
         self, block: Block, key: Hashable, variant: Variant | None, mode: SpmdMode, tensors: list[Tensor]
     ) -> Begun | None:
-        """The recording of a call that is about to run; None if the block can have no program. With modes off."""
+        """Prepares to record the next call; None if the block can have no program. Modes must be off."""
         if any(has_hooks(m) for m in block.modules[1:]):
             block.refusal = "modules in it have hooks"
             return None
@@ -202,10 +207,10 @@ class LocalPrograms:
         except Incomparable as why:
             block.refusal = f"its {why}"
             return None
-        return Begun(key, variant, state, block.keeps(), Recording(block.module, mode, tensors))
+        return Begun(key, variant, state, block.tensors(), Recording(block.module, mode, tensors))
 
     def _recorded(self, block: Block, begun: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the block's forward, which runs as ever and is written down."""
+        """Runs the block's forward eagerly, records it, and returns its result."""
         self._thread = threading.get_ident()
         try:
             result = begun.recording.run(self._model, block.forward, args, kwargs)
@@ -214,25 +219,31 @@ class LocalPrograms:
         with without_modes():
             try:
                 program = begun.recording.program(result)
-                if not begun.state.holds() or any(a is not b for a, b in zip(begun.keeps, block.keeps(), strict=True)):
+                if not begun.state.holds() or any(
+                    a is not b for a, b in zip(begun.tensors, block.tensors(), strict=True)
+                ):
                     raise Refused("it changes what its modules keep")
-                self._take(block, begun.key, begun.variant, program, begun.recording.recorder)
+                self._keep(block, begun.key, begun.variant, program, begun.recording.recorder)
             except (Refused, Incomparable) as why:
                 block.refusal = str(why)
                 block.variants.clear()
         return result
 
-    def _take(
+    def _keep(
         self, block: Block, key: Hashable, before: Variant | None, program: LocalProgram, recorder: Recorder
     ) -> None:
-        """A recording: the first of its key and state, or the second, which is to be equal."""
+        """Keeps a recording: the first of its key and state; or the second, which must be equal and becomes a program.
+
+        Raises:
+            Refused: the block can have no program.
+        """
         if len(program.nodes) < _FEWEST:
             raise Refused(_SMALL)
         if before is None:
-            known = block.variants.setdefault(key, [])
-            if len(known) >= _STATES or len(block.variants) > _VARIANTS:
+            variants = block.variants.setdefault(key, [])
+            if len(variants) >= _STATES or len(block.variants) > _VARIANTS:
                 raise Refused("it is called in too many ways: shapes, types, constants or what Python keeps differ")
-            known.append(Variant(program, ModuleState(block.module, recorder.codes, recorder.free)))
+            variants.append(Variant(program, ModuleState(block.module, recorder.codes, recorder.free)))
         elif not before.state.holds():
             raise Refused("it changes what its code keeps")
         elif before.first.structure != program.structure:
@@ -242,13 +253,13 @@ class LocalPrograms:
             before.bound = Binding(program, function, block.module)
 
     def _shared(self, block: Block, program: LocalProgram) -> tuple[LocalProgram, Function]:
-        """The program and function of the kind."""
-        coarse = tuple(node.target for node in program.nodes)
-        for key, known, function in self._functions:
-            if key == coarse and known.structure == program.structure:
-                return known, function
+        """An equal program of another block with its function; else ``program`` with a new function."""
+        targets = tuple(node.target for node in program.nodes)
+        for other_targets, other, function in self._functions:
+            if other_targets == targets and other.structure == program.structure:
+                return other, function
         function = self._function(block, program)
-        self._functions.append((coarse, program, function))
+        self._functions.append((targets, program, function))
         return program, function
 
     def _function(self, block: Block, program: LocalProgram) -> Function:
@@ -257,7 +268,7 @@ class LocalPrograms:
 
             try:
                 if self._recomputed:
-                    # The forward may have been recorded, and what is compiled saves other tensors for the backward.
+                    # A recomputation may replay a call whose forward was eager, and compiled code saves other tensors.
                     raise NotCompiled("the plan recomputes blocks")
                 return by_inductor(program)
             except NotCompiled as why:
@@ -269,7 +280,7 @@ _SMALL = "it is too small to gain by one"
 
 
 def _candidates(model: nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
-    """The names of the modules that may be blocks, each after what is around it: not those around repeated blocks."""
+    """The names of the modules that may be blocks, outer ones first, without the modules around repeated blocks."""
     above = {*([""] if blocks else []), *(block[:end] for block in blocks for end in _ends(block))}
     return tuple(
         name
@@ -279,12 +290,12 @@ def _candidates(model: nn.Module, blocks: Collection[str]) -> tuple[str, ...]:
 
 
 def _ends(name: str) -> list[int]:
-    """Where the names of the modules around one end."""
+    """The positions in a module's name at which the names of the modules around it end."""
     return [i for i, c in enumerate(name) if c == "."]
 
 
-def _on() -> tuple[SpmdMode | None, bool]:
-    """(the SPMD mode, if it is on and all modes that are on let a block be recorded; whether they let it be replayed)."""
+def _spmd_mode() -> tuple[SpmdMode | None, bool]:
+    """(the SPMD mode, None if it is off or if a mode that is on forbids recording; whether all modes allow a replay)."""
     view, passed = None, True
     if not modes_are_asked():
         return None, False
@@ -299,7 +310,7 @@ def _on() -> tuple[SpmdMode | None, bool]:
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable | None, list[Tensor]]:
-    """(all that a program depends on of a call, or None if that cannot be said; the tensors of the call)."""
+    """(the key of a call: everything on which a program depends, None if no key can hold it; the tensors of the call)."""
     _, parts, tensors = read(None, args, kwargs, None)
     if any(type(t) is GlobalTensor and t._mw_spec is None for t in tensors):
         for t in tensors:
@@ -325,7 +336,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable | None
 
 
 def _unkeyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What of a call no key holds."""
+    """Why a call has no key, as text for a person."""
     named = [*enumerate(args), *kwargs.items()]
     for name, x in named:
         for leaf in pytree.tree_leaves(x):
@@ -335,7 +346,7 @@ def _unkeyed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _difference(one: LocalProgram, other: LocalProgram) -> str:
-    """Where two recordings differ first."""
+    """The first difference between two recordings, as text for a person: the model's line or lines."""
     for a, b in zip(one.nodes, other.nodes, strict=False):
         if a.structure != b.structure:
             return f"{b.line}" if a.line == b.line else f"{a.line} in one, {b.line} in another"

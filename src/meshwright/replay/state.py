@@ -1,14 +1,14 @@
-"""The Python state that a block's forward may read: as it was when the forward was recorded, compared before each replay.
+"""``ModuleState``: the Python state that a block's forward may read, when it was recorded. It is compared before each replay.
 
-    of each module of the block   its attributes, its children, its hooks
-    within its attributes         the items of lists, dicts and sets, the elements of arrays, and the attributes of plain
-                                  objects and of modules elsewhere, some levels deep
-    of its code                   the same of what is a global of the code that ran; what its classes have, functions too, and
-                                  what it reads of modules and classes by name; what its functions are closed over, and
-                                  default to
+    each module of the block   its attributes, its children, its hooks
+    within its attributes      items of lists, dicts and sets, elements of arrays, attributes of plain objects and of modules
+                               outside the block, some levels deep
+    its code                   globals of code that ran (with their items, as above); attributes and functions of its classes;
+                               attributes of Python modules and classes that the code reads by name; closures and defaults of
+                               its functions
 
-Equal means the same object, or one that is equal to it. A tensor is the same object: another one is another state. What is too
-much to be compared in each call is an error, as it may change unseen.
+A value is unchanged if it is the same object or equal to it. A tensor must be the same object. State that is too large to be
+compared in each call is an error, since it might change unseen.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from torch.nn.modules import module as modules
 
 from meshwright.blame import is_of_model
 from meshwright.private import has_hooks
-from meshwright.replay.functions import Codes, Free, cells, contents, defaults, functions_in, unfound
+from meshwright.replay.functions import Codes, Free, cells, contents, defaults, functions_in, missing_function
 
 
 class Incomparable(Exception):
-    """Something that a block keeps cannot be compared with what it was; the text says what."""
+    """A part of a block's Python state cannot be compared; the text says which."""
 
 
 class ModuleState:
-    """What a block keeps in Python.
+    """A snapshot of a block's Python state when it is created.
 
     Args:
-        codes: code of the model's that ran, with its globals.
-        free: what the free variables of such code were.
+        block: the block.
+        codes: the model's code that ran → its globals.
+        free: such code → the values of its free variables at its first call.
 
     Raises:
         Incomparable: part of it cannot be compared.
@@ -47,21 +48,21 @@ class ModuleState:
 
     def __init__(self, block: nn.Module, codes: Codes, free: Free | None = None) -> None:
         self._block, self._modules = block, list(block.modules())
-        kept = _Kept(self._modules)
+        snapshot = _Snapshot(self._modules)
         for module in self._modules:
-            kept.add_module(module, strict=True)
-        self._names = [*_globals(codes), *_of_classes(self._modules, codes)]
+            snapshot.add_module(module, strict=True)
+        self._names = [*_globals(codes), *_class_attributes(self._modules, codes)]
         for _, name, value in self._names:
-            kept.add(value, name, _DEPTH, strict=False)
+            snapshot.add(value, name, _DEPTH, strict=False)
         functions = functions_in(self._modules, codes)
-        if name := unfound(functions, codes, free or {}):
+        if name := missing_function(functions, codes, free or {}):
             raise Incomparable(f"function {name} is closed over what may change unseen")
         for function in functions:
-            kept.add_function(function)
-        self._tables = kept.tables
+            snapshot.add_function(function)
+        self._tables = snapshot.tables
 
     def holds(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether the state is unchanged."""
         try:
             for now, before in self._tables:
                 if now != before:
@@ -70,7 +71,7 @@ class ModuleState:
                 now = space.get(name, _ABSENT)
                 if now is not value and (type(now) is not type(value) or now != value):
                     return False
-        except (RuntimeError, ValueError, TypeError):  # a tensor or an array in the place of another
+        except (RuntimeError, ValueError, TypeError):  # a comparison with a new tensor or array fails
             return False
         if modules._has_any_global_hook():
             return False
@@ -86,7 +87,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class _Variable:
-    """A variable that a function is closed over, to be compared with what it was."""
+    """A variable of a closure; ``variable != before`` compares its current value."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
@@ -97,7 +98,7 @@ class _Variable:
 
 
 class _Reading:
-    """What ``read`` gives of a value, to be compared with what it was: that of which no container holds the items."""
+    """Items that are in no container (elements of an array, slots); ``reading != before`` reads them again and compares."""
 
     def __init__(self, read: Callable[[Any], Any], value: Any) -> None:
         self._read, self._value = read, value
@@ -106,8 +107,12 @@ class _Reading:
         return bool(self._read(self._value) != before)
 
 
-class _Kept:
-    """(a container, a copy of it) for each container that is found; each once."""
+class _Snapshot:
+    """Collects the containers that are to be compared.
+
+    Attributes:
+        tables: (container, a copy of it), each container once.
+    """
 
     def __init__(self, block: Iterable[nn.Module]) -> None:
         self.tables: list[tuple[Any, Any]] = []
@@ -121,13 +126,21 @@ class _Kept:
                 self.add(value, name, _DEPTH, strict=strict)
 
     def add_function(self, function: types.FunctionType) -> None:
-        """What a function is closed over, and defaults to."""
+        """Adds the closure of a function and the defaults of its arguments."""
         self.tables += [(_Variable(cell), cell.cell_contents) for cell in cells(function)]
         for value in (*contents(function), *defaults(function)):
             self.add(value, function.__name__, _DEPTH, strict=False)
 
     def add(self, value: Any, name: str, depth: int, *, strict: bool) -> None:
-        """``strict``: what cannot be compared is an error, and not left out. An iterator moves on when it is asked."""
+        """Adds a value with the containers within it, ``depth`` levels deep.
+
+        Args:
+            name: the name for error texts.
+            strict: whether an object that cannot be compared is an error; else it is left out.
+
+        Raises:
+            Incomparable: the value cannot be compared (an iterator would move on), or has too many items.
+        """
         if isinstance(value, types.MethodType):
             value = value.__self__
         if isinstance(value, (_WORDS, *_CODE, Tensor)) or id(value) in self._seen:
@@ -158,7 +171,7 @@ class _Kept:
             self.add(item, name, depth - 1, strict=strict)
 
     def _add_elsewhere(self, module: nn.Module, name: str) -> None:
-        """A module that is none of the block's: a function of the file's that is a module, or the model around the block."""
+        """Adds a module outside the block: a global of a file that is a module, or the model around the block."""
         within = [m for m in module.modules() if id(m) not in self._seen]
         if len(within) > _MOST_MODULES:
             raise Incomparable(
@@ -170,7 +183,7 @@ class _Kept:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What is in a container, or in the attributes of a plain object; None if it is neither."""
+    """The items of a container, or the attribute values of a plain object; None for another value."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, deque)):
@@ -185,7 +198,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _slots(value: Any) -> tuple[Any, ...]:
-    """What stands in the slots of an object."""
+    """The values in the ``__slots__`` of an object."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for of_class in slots for name in ([of_class] if isinstance(of_class, str) else of_class)]
     return tuple(getattr(value, name, _ABSENT) for name in names)
@@ -200,17 +213,17 @@ def _is_buffer(value: Any) -> bool:
 
 
 def _elements(array: Any) -> bytes:
-    """Those of an array, as bytes."""
+    """The elements of an array, as bytes."""
     return memoryview(array).tobytes()
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a value is of torch's own kind, or of ours: a bound method of it may stand on a module, as a wrapped forward."""
+    """Whether a value's class is torch's or ours: a module may have a bound method of such an object (a wrapped forward)."""
     return type(value).__module__.startswith(("torch", "meshwright"))
 
 
 def _container(value: Any) -> Any:
-    """Where the items of a value stand; None if they stand in slots."""
+    """The container that holds the items of a value; None if they are in slots."""
     if isinstance(value, functools.partial):
         return value.keywords
     return value if isinstance(value, (list, dict, set, deque, tuple)) else getattr(value, "__dict__", None)
@@ -220,16 +233,17 @@ def _globals(codes: Codes) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     seen: set[tuple[int, str]] = set()
     for code, space in codes.items():
         for name in code.co_names:
-            for of, value in _named(space, name, code.co_names):
-                if not isinstance(value[1], types.ModuleType) and (id(of), value[0]) not in seen:
-                    seen.add((id(of), value[0]))
-                    yield of, *value
+            for table, (key, value) in _named(space, name, code.co_names):
+                if not isinstance(value, types.ModuleType) and (id(table), key) not in seen:
+                    seen.add((id(table), key))
+                    yield table, key, value
 
 
 def _named(
     space: Mapping[str, Any], name: str, names: tuple[str, ...], depth: int = 3
 ) -> Iterator[tuple[Mapping[str, Any], tuple[str, Any]]]:
-    """What a name of code may stand for; of a module or a class, what other names of the code may be in it."""
+    """The values that a name in code may mean: (dict, (name, value)). For a Python module or class of the model, also its
+    attributes that other names of the code may mean."""
     if name not in space:
         return
     value = space[name]
@@ -243,7 +257,7 @@ def _named(
 
 
 def _is_of_model(value: Any) -> bool:
-    """Whether a module or class is no part of torch, of ours or of Python."""
+    """Whether a Python module or class is the model's: no part of torch, NumPy, this library or the standard library."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return name.partition(".")[0] not in (_NOT_OF_MODEL | sys.stdlib_module_names)
 
@@ -251,8 +265,12 @@ def _is_of_model(value: Any) -> bool:
 _NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"])
 
 
-def _of_classes(block: list[nn.Module], codes: Codes) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """What classes of modules have: values; and functions and properties that code names."""
+def _class_attributes(block: list[nn.Module], codes: Codes) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """Attributes of the modules' classes: values; and functions and properties whose names are in code that ran.
+
+    Yields:
+        (the class's dict, name, value).
+    """
     kinds = {kind for m in block for kind in type(m).__mro__ if not kind.__module__.startswith(("torch.", "builtins"))}
     named = {name for code in codes for name in code.co_names}
     for kind in sorted(kinds, key=lambda k: (k.__module__, k.__qualname__)):

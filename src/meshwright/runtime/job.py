@@ -354,7 +354,9 @@ class Job:
         """The report of this job (see ``meshwright.report``); ``mismatches`` are shown as an alarm. Collective."""
         from meshwright.draw.report import report  # imported when something is drawn
 
-        return report(self.recipe, title=title or type(self.module).__name__, mismatches=self.mismatches())
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # of torchrun
+        name = title or type(self.module).__name__
+        return report(self.recipe, title=name, mismatches=self.mismatches(), per_node=per_node)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer as a full tensor, on rank 0 and CPU; empty on other ranks. Gathered one

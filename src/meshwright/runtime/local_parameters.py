@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.layout import Shard
-from meshwright.private import held_of, hooked, storage_of
+from meshwright.private import hooked, raw_local, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
@@ -40,7 +40,7 @@ class _Counted(torch.autograd.Function):
 
 def _state(p: DTensor) -> tuple[int, bool]:
     """What a local tensor of a parameter depends on: its memory, and whether it requires a gradient."""
-    return storage_of(held_of(p)), p.requires_grad
+    return storage_of(raw_local(p)), p.requires_grad
 
 
 def _forget_moves(part: Tensor) -> None:
@@ -143,13 +143,13 @@ class LocalParameters(Parts):
         if cached is not None and cached.parameter is x:
             if cached.forward == self._forward:
                 return cached.part
-            if held_of(x) is cached.local and not hooked(x):
+            if raw_local(x) is cached.local and not hooked(x):
                 cached.forward = self._forward
                 self._note_use(key, cached)
                 return cached.part
         if x.device_mesh.ndim != 1 or (line := self._line(x)) is None:
             return None  # with more axes than tp it is a shard of FSDP2's, which is not gathered
-        local, part = held_of(x), self._part(x, line)
+        local, part = raw_local(x), self._part(x, line)
         part_local = local_of(part)
         lasts = (
             part_local.is_leaf and storage_of(part_local) == storage_of(local) and not torch.is_inference_mode_enabled()

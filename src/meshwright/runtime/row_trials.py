@@ -202,6 +202,6 @@ class RowTrials:
 def _merged(verdict: Verdict) -> Verdict:
     """The verdict with the reasons of all ranks: each stage knows only the state of its own modules. Collective."""
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (verdict.why, verdict.kept))
-    names = dict.fromkeys(name for _, kept in everywhere for name in kept)
-    return replace(verdict, why=max((why for why, _ in everywhere), key=len), kept=tuple(names))
+    dist.all_gather_object(everywhere, (verdict.why, verdict.attributes))
+    names = dict.fromkeys(name for _, attributes in everywhere for name in attributes)
+    return replace(verdict, why=max((why for why, _ in everywhere), key=len), attributes=tuple(names))

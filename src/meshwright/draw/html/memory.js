@@ -79,7 +79,7 @@ function rolePicture(role) {
 }
 
 function roleFigure(role) {
-  const figure = el("figure", { class: "role" }, el("figcaption", {}, el("strong", { text: role.name }), ` ${roleRanks(role)}, at rest ${[...new Set(role.atRest.map(sizeText))].join(" to ")} of weights`, deviceText(role)));
+  const figure = el("figure", { class: "role" }, el("figcaption", {}, el("strong", { text: role.name }), ` ${roleRanks(role)}, at rest ${restText(role)} of weights`, deviceText(role)));
   if (role.moments.length) {
     const drawn = rolePicture(role);
     figure.append(el("div", { class: "canvas" }, drawn), tableBehind("as a table", () => momentTable(role)));
@@ -106,10 +106,13 @@ function siteTable(role) {
   return table("Where they were made", ["module", "line", "function", "bytes"], role.sites.map((site) => [site.module || "–", site.line || "–", site.function, sizeText(site.bytes)]), [3]);
 }
 
+/** What the ranks of a role hold at rest: uneven shards may give the last ones less, or nothing. */
+const restText = (role) => [...new Set(role.atRest.map(sizeText))].join(" to ");
+
 /** A plan alone knows what lies at rest, and how many microbatches are in flight. */
 function restTable() {
   const most = Math.max(...memory.roles.map((role) => role.atRest[1]));
-  const rows = memory.roles.slice(0, 256).map((role) => [role.name, roleRanks(role), sizeText(role.atRest[1]), bar(role.atRest[1] / most, kindColour("parameters")), plural(time.lines[role.stage]?.inFlight ?? 1, "microbatch", "microbatches")]);
+  const rows = memory.roles.slice(0, 256).map((role) => [role.name, roleRanks(role), restText(role), bar(role.atRest[1] / most, kindColour("parameters")), plural(time.lines[role.stage]?.inFlight ?? 1, "microbatch", "microbatches")]);
   return table("Weights at rest, and microbatches in flight", ["role", "ranks", "weights at rest", "", "activations held at most of"], rows, [2]);
 }
 

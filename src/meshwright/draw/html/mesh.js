@@ -214,9 +214,11 @@ function meshTable() {
     for (let rank = 0; rank < world && groups.length <= GROUPS; rank++) {
       if (coordinate(rank)[axis] === 0) groups.push(`{${ranksText(groupOf(rank, [axis]), 16)}}`);
     }
-    return [axis, groups.slice(0, GROUPS).join("  ") + (groups.length > GROUPS ? "  …" : "")];
+    const spelled = groups.slice(0, GROUPS).join("  ") + (groups.length > GROUPS ? "  …" : "");
+    return nodes > 1 ? [axis, facts.links[axis], spelled] : [axis, spelled];
   });
-  return table("Groups of ranks along each axis", ["axis", "ranks that stand together"], rows);
+  const titles = nodes > 1 ? ["axis", "links", "ranks that stand together"] : ["axis", "ranks that stand together"];
+  return table("Groups of ranks along each axis", titles, rows);
 }
 
 byId("mesh-picture").append(meshPicture);

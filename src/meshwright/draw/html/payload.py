@@ -31,6 +31,7 @@ def payload(report: Report) -> dict[str, Any]:
         "title": report.title,
         "axes": [list(axis) for axis in report.recipe.mesh.axes],
         "perNode": report.per_node,
+        "links": {axis.axis: str(axis) for axis in report.topology.axes} if report.topology else {},
         "places": _places(shards),
         "stageRank": list(report.recipe.stage_rank),
         "stages": _stages(report.recipe),

@@ -25,7 +25,7 @@ function waterfall(step, longest) {
       el("td", { class: "fall" }, el("span", { style: `margin-left:${(100 * from) / longest}%;width:${Math.max(0.3, (100 * seconds) / longest)}%;background:${termColour(term)}` })));
   });
   const [mean, low, high] = step.seconds;
-  const verdict = step.capacity ? ` · ${sizeText(step.peak)} live at the peak: ${step.fits ? "fits" : "does not fit"} ${sizeText(step.capacity)}` : "";
+  const verdict = step.capacity ? `${sizeText(step.peak)} live at the peak: ${step.fits ? "fits" : "does not fit"} ${sizeText(step.capacity)}` : "";
   return el("figure", { class: "waterfall" },
     el("figcaption", {}, el("strong", { text: step.name }), ` ${step.mesh} on ${step.hardware}, ${step.source}`,
       el("span", { class: step.fits ? "muted" : "alarm", text: verdict })),

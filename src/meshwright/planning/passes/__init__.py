@@ -1,1 +1,1 @@
-"""The passes of planning/resolve.py: each takes a ``Draft`` and gives the next one, with one more thing known."""
+"""The passes of planning/resolve.py: each takes a ``Draft`` and returns the next one, with one more fact."""

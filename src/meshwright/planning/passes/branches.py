@@ -1,4 +1,4 @@
-"""Branches: the places that the plan names, and where they part and meet in the forward."""
+"""Branches: the places that the plan names, and where branches part and join in the forward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.planning.places import read_places
 
 
 def read_branches(draft: Draft) -> Draft:
-    """The places that the plan names, and what stands there."""
+    """Adds the places that the plan names, with their modules."""
     findings = Findings()
     branches = read_places(draft.model, draft.plan, draft.entries, findings)
     return replace(draft, branches=branches).wrong(findings)
 
 
 def place_branches(draft: Draft) -> Draft:
-    """The branches as the forward has them."""
+    """Completes the branches from the recorded forward."""
     if draft.graph is None:
         return draft
     findings = Findings()

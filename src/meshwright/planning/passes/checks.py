@@ -1,4 +1,4 @@
-"""What is wrong with a plan before the forward runs; and the pass that ends planning if something is."""
+"""Checks of a plan and a model before the forward runs; and the pass that ends planning if there are problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.private import awaits_gradient, hooked
 
 
 def stop_if_wrong(draft: Draft) -> Draft:
-    """Raises a PlanError with all that was found until here."""
+    """Raises a PlanError with all problems so far; else returns the draft unchanged."""
     findings = Findings()
     findings.extend(draft.findings)
     findings.raise_if_any()
@@ -21,7 +21,7 @@ def stop_if_wrong(draft: Draft) -> Draft:
 
 
 def check_rows(draft: Draft) -> Draft:
-    """Each data rank needs a row for each microbatch."""
+    """A problem if a data rank does not get a row for each microbatch."""
     rows, ranks, microbatches = rows_of(draft.batch), draft.plan.mesh.data_size, draft.plan.microbatches or 1
     if not draft.whole_batch or rows is None or rows >= ranks * microbatches:
         return draft
@@ -35,7 +35,7 @@ def check_rows(draft: Draft) -> Draft:
 
 
 def check_tp(draft: Draft) -> Draft:
-    """No dim has shards for more ranks than it has elements."""
+    """A problem if tp is larger than the largest dim of every parameter."""
     mesh, size = draft.plan.mesh, draft.plan.mesh.axis_size("tp")
     largest = max((max(p.shape, default=0) for p, _ in draft.names.parameters.values()), default=0)
     if size <= max(largest, 1):
@@ -50,7 +50,8 @@ def check_tp(draft: Draft) -> Draft:
 
 
 def check_scripted(draft: Draft) -> Draft:
-    """A scripted module's parameters cannot be replaced by parts of them, and nobody sees which stage uses its buffers."""
+    """A problem for each scripted module with parameters, which cannot be replaced by shards; over pp also with buffers, since
+    its uses of them are not seen."""
     refused = ("parameters", "buffers") if draft.plan.mesh.axis_size("pp") > 1 else ("parameters",)
     scripted = [(name, module) for name, module in draft.model.named_modules() if is_scripted(module)]
     return draft.wrong(
@@ -67,11 +68,14 @@ def check_scripted(draft: Draft) -> Draft:
 
 
 def check_hooks(draft: Draft) -> Draft:
-    """Hooks of parameters get whole gradients. What waits for a gradient would get the parameter, which no rank has whole."""
+    """A note on parameters with gradient hooks, which get whole gradients; a problem for each hook of
+    ``register_post_accumulate_grad_hook``, which gets the parameter, and no rank has the whole one."""
     parameters = draft.names.parameters.items()
-    told = [name for name, (p, _) in parameters if hooked(p)]
-    note = f"{', '.join(map(str, fold_names(told)))}: hooks get the whole gradient, gathered at the end of each step"
-    return draft.noted([note] if told else []).wrong(
+    with_hooks = [name for name, (p, _) in parameters if hooked(p)]
+    note = (
+        f"{', '.join(map(str, fold_names(with_hooks)))}: hooks get the whole gradient, gathered at the end of each step"
+    )
+    return draft.noted([note] if with_hooks else []).wrong(
         Finding(
             where=name,
             given="a hook of register_post_accumulate_grad_hook",
@@ -84,7 +88,7 @@ def check_hooks(draft: Draft) -> Draft:
 
 
 def check_classes(draft: Draft) -> Draft:
-    """Parameters of a class with methods of its own: what stands in their place has none."""
+    """A problem for each parameter of a class with methods of its own: the tensors that replace it do not have them."""
     return draft.wrong(
         Finding(
             where=name,
@@ -98,13 +102,13 @@ def check_classes(draft: Draft) -> Draft:
 
 
 def _own_methods(kind: type) -> list[str]:
-    """What a class of parameters adds to torch's."""
+    """The names that a subclass of ``Parameter`` adds."""
     classes = (c for c in kind.__mro__ if not c.__module__.startswith("torch") and c is not object)
     return [k for c in classes for k in vars(c) if not k.startswith("__")]
 
 
 def tell_dense(draft: Draft) -> Draft:
-    """Sparse gradients cannot be sharded."""
+    """A note on embeddings with ``sparse=True``: their gradients are dense here."""
     modules = draft.model.named_modules()
     sparse = [name for name, m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
     names = ", ".join(map(str, fold_names(sparse)))

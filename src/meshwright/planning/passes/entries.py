@@ -1,4 +1,4 @@
-"""What the plan says of each module and parameter: its globs, and the branches that it leaves to be found."""
+"""The plan's settings for each module and parameter, by its globs; and the branches for ``auto``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def read_entries(draft: Draft) -> Draft:
-    """For each module and parameter that a glob names: what the plan says of it; later globs win."""
+    """Adds ``entries``: module or parameter → its settings, from all globs that match. Later globs win. A glob without a match
+    is a problem."""
     modules = [n for n, _ in draft.model.named_modules()]
     parameters = [n for name, (_, aliases) in draft.names.parameters.items() for n in (name, *aliases)]
     findings, entries = Findings(), dict[str, Entry]()
@@ -37,7 +38,7 @@ def read_entries(draft: Draft) -> Draft:
 
 
 def find_concurrent(draft: Draft) -> Draft:
-    """The branches that the plan leaves to be found, as if it had named them."""
+    """If the plan says ``auto``, finds branches and writes them into the plan."""
     if draft.findings or not wants_branches(draft.plan):
         return draft
     plan, notes = place_concurrent(draft.plan, draft.entries, recorded(draft))
@@ -45,7 +46,7 @@ def find_concurrent(draft: Draft) -> Draft:
 
 
 def _is_named(name: str, glob: str) -> bool:
-    """Whether a glob names it; ``layers.0-5`` is layers.0 to layers.5."""
+    """Whether a glob matches ``name``. ``layers.0-5`` matches layers.0 to layers.5."""
     if fnmatchcase(name, glob):
         return True
     parts, patterns = name.split("."), glob.split(".")

@@ -19,7 +19,8 @@ _HALF = ("bfloat16", "float16")
 
 
 def keep_written(draft: Draft) -> Draft:
-    """Parameters that the forward writes stay out of their units. In a half type it would write to a copy."""
+    """Keeps parameters that the forward writes out of their units. In a half type they are a problem: it would write to a
+    copy."""
     written = draft.uses.written if draft.uses is not None else set()
     if written and draft.plan.precision in _HALF:
         finding = Finding(
@@ -30,13 +31,15 @@ def keep_written(draft: Draft) -> Draft:
         )
         draft = draft.wrong([finding])
     names = f"{', '.join(sorted(written)[:3])}{' …' * (len(written) > 3)}"
-    told = [f"the forward writes {names}: whole on every data rank"] if draft.plan.mesh.data_size > 1 else []
-    return replace(draft, loose=dict.fromkeys(written, "")).noted(told if written else [])
+    draft = replace(draft, loose=dict.fromkeys(written, ""))
+    if not written or draft.plan.mesh.data_size == 1:
+        return draft
+    return draft.noted([f"the forward writes {names}: whole on every data rank"])
 
 
 def keep_objects(draft: Draft) -> Draft:
-    """Parameters of which the model has the very object elsewhere than in its modules (``self.scales = [layer.scale, …]``, a
-    function that is closed over one) stay out of their units: FSDP2 puts others in their place in modules alone."""
+    """Keeps parameters out of their units if the model also reaches the Parameter object outside its modules (in a list
+    ``self.scales = [layer.scale, …]``, or in a closure): FSDP2 replaces the objects only in modules."""
     kept = sorted(draft.uses.kept) if draft.uses is not None else []
     if not kept:
         return draft
@@ -46,9 +49,11 @@ def keep_objects(draft: Draft) -> Draft:
 
 
 def keep_shared_by_units(draft: Draft) -> Draft:
-    """Parameters that stand in a unit and outside it, too, stay out of all units: FSDP2 would shard such a parameter twice.
-    (Two blocks have one rotary embedding, say. If it is used in both, ``close_units`` has seen to it; it may be used in the
-    first alone, which keeps the angles.)"""
+    """Keeps parameters that are in a unit and also outside it out of all units: FSDP2 would shard such a parameter twice.
+
+    Example: two blocks share a rotary embedding. If both use it, ``close_units`` has handled it. If only the first uses it (and
+    keeps the angles), this pass does.
+    """
     if draft.data == 1:
         return draft
     units = [u.name for u in draft.units]  # innermost first, the root last
@@ -56,30 +61,29 @@ def keep_shared_by_units(draft: Draft) -> Draft:
     for name, (_, aliases) in draft.names.parameters.items():
         holders = dict.fromkeys(_unit_around(place, units) for place in (name, *aliases))
         if len(holders) > 1:
-            shared[name] = f"held by {' and '.join(unit or 'the root' for unit in [*holders][:2])}" + " …" * (
-                len(holders) > 2
-            )
+            first_two = " and ".join(unit or "the root" for unit in [*holders][:2])
+            shared[name] = f"held by {first_two}{' …' if len(holders) > 2 else ''}"
     return replace(draft, loose={**draft.loose, **shared})
 
 
 def _unit_around(parameter: str, units: Sequence[str]) -> str:
-    """The innermost unit that a place of a parameter is in."""
+    """The innermost unit that contains the parameter of this name. ``units``: innermost first, the root last."""
     return next(unit for unit in units if not unit or parameter.startswith(unit + "."))
 
 
 def keep_other_types(draft: Draft) -> Draft:
-    """Trainable parameters that are not of the type that most of their unit has stay out of it: FSDP2 reduces the gradients
-    of a unit as one tensor. In a half type it would also cast them, which nothing else does."""
+    """Keeps trainable parameters out of their unit if their dtype differs from that of most of the unit: FSDP2 reduces the
+    gradients of a unit as one tensor. With half precision this is a problem: only FSDP2 casts parameters."""
     precision = draft.plan.precision
     if draft.data == 1 and precision not in _HALF:
         return draft
     others = _of_other_types(draft)
     if not others or precision not in _HALF:
         return replace(draft, loose={**draft.loose, **others})
-    told = ", ".join(f"{name} ({why})" for name, why in [*others.items()][:3])
+    examples = ", ".join(f"{name} ({why})" for name, why in [*others.items()][:3])
     finding = Finding(
         where="precision",
-        given=f"{precision}, with {told}{' …' * (len(others) > 3)}",
+        given=f"{precision}, with {examples}{' …' * (len(others) > 3)}",
         required="parameters of one type in each unit, which FSDP2 casts",
         fix="precision: float32",
     )
@@ -87,7 +91,7 @@ def keep_other_types(draft: Draft) -> Draft:
 
 
 def _of_other_types(draft: Draft) -> dict[str, str]:
-    """Parameter → its type, and the one that most of its unit has."""
+    """Parameter → text with its dtype and its unit's most frequent dtype, for trainable parameters where they differ."""
     owners, sizes = _owners(draft), defaultdict[str, Counter[torch.dtype]](Counter)
     trained = {n: p for n, (p, _) in draft.names.parameters.items() if p.requires_grad and _fits_a_unit(p)}
     for p in trained.values():
@@ -100,7 +104,7 @@ def _of_other_types(draft: Draft) -> dict[str, str]:
 
 
 def parameter_lines(draft: Draft) -> tuple[ParameterRecipe, ...]:
-    """The recipe of each parameter."""
+    """The recipe's line for each parameter."""
     owners, units = _owners(draft), {u.name: u for u in draft.units}
     return tuple(
         _line(draft, name, p, aliases, units[owners[id(p)]]) for name, (p, aliases) in draft.names.parameters.items()
@@ -127,12 +131,12 @@ def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], un
 
 
 def _fits_a_unit(p: nn.Parameter) -> bool:
-    """FSDP2 takes no parameter without dims, and gives one without elements a shape of its own."""
+    """Whether FSDP2 can shard a parameter: not one without dims, nor one without elements, whose shape it changes."""
     return p.dim() > 0 and p.numel() > 0
 
 
 def _owners(draft: Draft) -> dict[int, str]:
-    """``id(parameter)`` → the unit that gathers it: the innermost that holds every place of it, as FSDP2 assigns."""
+    """``id(parameter)`` → the unit that gathers it: the innermost unit with it, as FSDP2 assigns parameters."""
     modules, owners = dict(draft.model.named_modules()), dict[int, str]()
     for unit in draft.units:
         for p in modules[unit.name].parameters():

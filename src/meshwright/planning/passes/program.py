@@ -14,7 +14,8 @@ from meshwright.planning.rows import events_by_rows
 
 
 def record_forward(draft: Draft) -> Draft:
-    """The forward, recorded, if there are stages or branches. Random numbers must not decide what it calls."""
+    """Records the forward if there are stages or branches. If random numbers decide which functions it calls, adds a
+    problem."""
     if not draft.branches and draft.plan.mesh.axis_size("pp") == 1:
         return draft
     graph = recorded(draft)
@@ -22,7 +23,7 @@ def record_forward(draft: Draft) -> Draft:
         with drawing(way, draft.model):
             try:
                 other = recorded(draft)
-            except PlanError:  # with these numbers it cannot be followed
+            except PlanError:  # the forward cannot be followed with these numbers
                 other = ModelGraph()
         if other.signature != graph.signature:
             return replace(draft, graph=graph).wrong([_decided_by_chance(graph, other)])
@@ -30,7 +31,8 @@ def record_forward(draft: Draft) -> Draft:
 
 
 def recorded(draft: Draft) -> ModelGraph:
-    """The forward on the sample, recorded; and where data ranks of a branch may run their own rows, of which functions."""
+    """The forward on the sample batch, recorded. If a branch has data ranks, also finds the functions of which each data
+    rank can run only its own rows (``by_rows``)."""
     model, plan = draft.model, draft.plan
     with computing_in(model, plan.precision):
         graph = capture(model, draft.run, staged=plan.mesh.axis_size("pp") > 1, follow=True)
@@ -40,13 +42,13 @@ def recorded(draft: Draft) -> ModelGraph:
 
 
 def _decided_by_chance(graph: ModelGraph, other: ModelGraph) -> Finding:
-    """Where the forward goes another way with other random numbers."""
+    """The problem that random numbers decide the forward's path, with the line where two recordings begin to differ."""
     pairs = zip(graph.events, other.events, strict=False)
-    apart = next((a.line for a, b in pairs if (a.path, a.function) != (b.path, b.function)), "")
+    line = next((a.line for a, b in pairs if (a.path, a.function) != (b.path, b.function)), "")
     return Finding(
         where="the model's forward",
         given="random numbers of Python's or NumPy's decide what it computes"
-        + (f": with others it does not come to {apart} next" if apart else ""),
+        + (f": with others it does not come to {line} next" if line else ""),
         required="for a pipeline or branches, a forward that calls the same functions in every step",
         fix="mesh: {dp_shard: 2}",
     )

@@ -1,4 +1,4 @@
-"""Modules whose activations are not kept, but computed again in the backward."""
+"""Which modules are recomputed: their activations are not kept, but computed again in the backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.planning.units import called_modules
 
 
 def choose_recompute(draft: Draft) -> Draft:
-    """The modules that the plan says; of a container that is never called, the modules in it."""
+    """The modules that the plan says to recompute; for a container that is never called, the modules within it."""
     modules, every = dict(draft.model.named_modules()), draft.plan.recompute == "blocks"
     blocks = [b for b in draft.blocks if every and draft.entry(b).recompute != "none"]
     named = [
@@ -23,7 +23,7 @@ def choose_recompute(draft: Draft) -> Draft:
 
 
 def keep_input_written_later(draft: Draft) -> Draft:
-    """Without modules whose input is written to after their forward: the recompute would find what was written."""
+    """Drops modules whose input is written in place after their forward: a recomputation would read the new contents."""
     written = draft.uses.rewritten if draft.uses is not None else set[str]()
     notes = (
         f"{r} keeps its activations: its input is written to after its forward" for r in draft.recompute if r in written
@@ -32,8 +32,8 @@ def keep_input_written_later(draft: Draft) -> Draft:
 
 
 def recompute_in_stages(draft: Draft) -> Draft:
-    """Without modules that a cut goes through, and those into whose calls a stage looks, for what they change outside: what is
-    run again is not looked into."""
+    """Drops modules through which a cut goes, and modules whose calls a stage must follow because of what they change outside
+    themselves: a recomputation is not followed."""
     if draft.graph is None or not draft.stages:
         return draft
     graph = draft.graph
@@ -50,20 +50,19 @@ def recompute_in_stages(draft: Draft) -> Draft:
 
 
 def _changed_before(graph: ModelGraph, call: Call, cuts: Sequence[int]) -> bool:
-    """Whether a call takes what an earlier stage has changed of what every stage has: a buffer of another module, say, whose
-    value is received for the forward."""
-    taken = {
-        n for p in range(call.start, call.stop) for n in graph.events[p].inputs if graph.values[n].position < call.start
-    }
-    return any(
-        graph.values[n].storage in graph.outlasting
-        and stage_of(cuts, graph.values[n].position) < stage_of(cuts, call.start)
-        for n in taken
-    )
+    """Whether a call uses a value in memory that every stage has and that an earlier stage has changed: a buffer of another
+    module, for example, whose contents this stage receives for its forward."""
+    stage = stage_of(cuts, call.start)
+    for event in graph.events[call.start : call.stop]:
+        for value in (graph.values[n] for n in event.inputs):
+            from_outside = value.position < call.start and value.storage in graph.outlasting
+            if from_outside and stage_of(cuts, value.position) < stage:
+                return True
+    return False
 
 
 def recompute_in_branches(draft: Draft) -> Draft:
-    """Without modules in which branches part or meet, or which use a parameter that several places use."""
+    """Drops modules in which branches part or join, and modules that use a parameter of several places."""
     graph, branches = draft.graph, draft.branches
     if graph is None or branches.regions is None:
         return draft

@@ -18,7 +18,7 @@ from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
 from meshwright.planning.kept import undisturbed
-from meshwright.planning.passes.styles import model_styles, said_styles
+from meshwright.planning.passes.styles import model_styles, plan_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.tensor import infer_cuts
 from meshwright.planning.units import Uses
@@ -26,9 +26,9 @@ from meshwright.spmd.dispatcher import Dispatcher
 
 
 def shard_over_tp(draft: Draft) -> Draft:
-    """The shards over tp, and where the forward uses each parameter; a branch's over its own tp."""
+    """Adds the shards over tp (in a branch, over its own tp axis), and where the forward uses each parameter."""
     of_model, unknown = model_styles(draft.model, draft.names)
-    styles, generators = said_styles(draft, of_model), GeneratorUse(draft.model)
+    styles, generators = plan_styles(draft, of_model), GeneratorUse(draft.model)
     modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, generators.noted(draft.run))
     units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
     uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
@@ -38,10 +38,10 @@ def shard_over_tp(draft: Draft) -> Draft:
         if writing:
             draft = replace(draft, writing=draft.writing | writing)
             return shard_over_tp(draft.noted([_of_writing(writing)]))
-    except Exception as error:  # whatever a model may raise on tensors without values
+    except Exception as error:  # a model may raise anything on tensors without values
         if is_ours(error) or isinstance(error, PlanError):
             raise
-        return _as_said(draft.wrong(_casts(draft, uses)), styles, error, unknown)
+        return _cuts_of_plan_only(draft.wrong(_casts(draft, uses)), styles, error, unknown)
     draft = draft.wrong(_casts(draft, uses))
     drawn = generators.of_host or (cuts.reads > 0 and generators.of_torch)
     notes = [*unknown, *_same_work(draft, cuts), *_unused(draft, uses)]
@@ -50,20 +50,20 @@ def shard_over_tp(draft: Draft) -> Draft:
         cuts=_branch_cuts(draft, run, styles, cuts),
         uses=uses,
         drawn=drawn,
-        notes=(*notes, *draft.notes),  # what is sharded is told before what runs at the same time
+        notes=(*notes, *draft.notes),  # notes on shards come before notes on branches
     )
 
 
 def _every_way(draft: Draft, run: Run, generators: GeneratorUse, uses: Uses) -> Run:
-    """The forward; and if it draws random numbers and leaves parameters out, again with the smallest and with the largest
-    ones: a layer that is skipped by chance (``if torch.rand([]) < 0.1: continue``) is met all the same."""
-    names, left_out = set(draft.names.parameters), False
+    """``run``; if the forward draws random numbers and does not use all parameters, then also with the smallest and the largest
+    random numbers, so that a layer that is skipped by chance (``if torch.rand([]) < 0.1: continue``) runs as well."""
+    names, skips_some = set(draft.names.parameters), False
 
     def every_way(model: nn.Module) -> Any:
-        nonlocal left_out  # in every pass over the forward from then on
+        nonlocal skips_some  # once True, it holds for every later pass over the forward
         result = run(model)
-        left_out |= (generators.of_host or generators.of_torch) and not names <= uses.seen
-        for way in (SMALLEST, LARGEST) if left_out else ():
+        skips_some |= (generators.of_host or generators.of_torch) and not names <= uses.seen
+        for way in (SMALLEST, LARGEST) if skips_some else ():
             with drawing(way, model), _given_up_by_the_model():
                 run(model)
         return result
@@ -73,7 +73,7 @@ def _every_way(draft: Draft, run: Run, generators: GeneratorUse, uses: Uses) -> 
 
 @contextmanager
 def _given_up_by_the_model() -> Iterator[None]:
-    """With these numbers a forward need not make sense to the model; what it came to is known."""
+    """Suppresses errors of the model: it may fail with such random numbers. Its uses up to the error are recorded."""
     try:
         yield
     except Exception as error:
@@ -82,8 +82,11 @@ def _given_up_by_the_model() -> Iterator[None]:
 
 
 def _casts(draft: Draft, uses: Uses) -> Iterator[Finding]:
-    """A forward that casts a module, and computes in that type: the next step on one device finds its parameters so, and here
-    as they are held. Shards, and the whole ones that FSDP2 gathers anew, keep the type that the optimizer has."""
+    """A problem for each line of the forward that casts parameters.
+
+    On one device, the parameters have the new dtype in the next step. Here they would not: shards, and the parameters that
+    FSDP2 gathers from them, keep the dtype that the optimizer has.
+    """
     lines: dict[tuple[str, str], list[str]] = {}
     for name, cast in uses.cast.items() if draft.plan.mesh.size > 1 else ():
         lines.setdefault((cast.line, str(cast.dtype)), []).append(name)
@@ -99,12 +102,12 @@ def _casts(draft: Draft, uses: Uses) -> Iterator[Finding]:
 
 
 def _of_writing(blocks: Collection[str]) -> str:
-    """A note on blocks whose input is not cut over the sequence."""
+    """A note on blocks whose inputs are not sharded over the sequence because the blocks write to them."""
     return f"not cut over the sequence, as they write to what they are given: {few(sorted(blocks))}"
 
 
 def check_refused(draft: Draft) -> Draft:
-    """What the plan says of a parameter's shards must leave each rank a piece, and be possible."""
+    """A problem for each parameter that cannot be sharded as the plan says, or not with a piece for each rank."""
     refused = draft.cuts.refused if draft.cuts is not None else {}
     return draft.wrong(
         Finding(
@@ -118,13 +121,13 @@ def check_refused(draft: Draft) -> Draft:
 
 
 def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> tuple[Cuts, set[str]]:
-    """The shards outside branches, over all of tp; and of the blocks whose input is cut, those that write to it."""
-    made: list[InputCut] = []  # one for each time that the forward is followed
+    """(the cuts outside branches, over all of tp; the blocks that write to an input that is sharded over the sequence)."""
+    input_cuts: list[InputCut] = []  # one for each pass over the forward
     with wrapped(draft.model, blocks=draft.sequence) as calls:
 
         def cutting(dispatcher: Dispatcher) -> AbstractContextManager[None]:
-            made.append(InputCut(dispatcher, watched=True))
-            return calls.cutting(made[-1])
+            input_cuts.append(InputCut(dispatcher, watched=True))
+            return calls.cutting(input_cuts[-1])
 
         cuts = infer_cuts(
             draft.model,
@@ -136,11 +139,11 @@ def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses)
             seeds=cutting,
             uses=uses,
         )
-    return cuts, set[str]().union(*(cut.written() for cut in made))
+    return cuts, set[str]().union(*(cut.written() for cut in input_cuts))
 
 
-def _as_said(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
-    """The shards that the plan names, and no others: the forward raised an error on tensors without values."""
+def _cuts_of_plan_only(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
+    """The draft with the shards that the plan names, and no others, because the forward failed on tensors without values."""
     size = draft.plan.mesh.axis_size("tp")
     note = (
         f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
@@ -156,8 +159,8 @@ def _same_work(draft: Draft, cuts: Cuts) -> list[str]:
     if size == 1 or cuts.layouts:
         return []
     reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
-    what = "no parameter outside branches" if branches.places else "no parameter"
-    return [f"{what} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])]
+    subject = "no parameter outside branches" if branches.places else "no parameter"
+    return [f"{subject} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])]
 
 
 def _unused(draft: Draft, uses: Uses) -> list[str]:
@@ -165,15 +168,15 @@ def _unused(draft: Draft, uses: Uses) -> list[str]:
 
 
 def _branch_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: Cuts) -> Cuts:
-    """The shards of the trunk, with those of each branch over its own tp axis."""
+    """The cuts of the trunk, together with those of each branch over its own tp axis."""
     layouts, reasons, refused = dict(trunk.layouts), dict(trunk.reasons), dict(trunk.refused)
     for number, place in enumerate(draft.branches.places, 1):
         inside = [n for n in draft.names.parameters if draft.branches.home(n) == (number,)]
         if place.tp == 1:
             reasons |= dict.fromkeys(inside, "its place has no tp axis")
             continue
-        alone = _styles_in(number, styles, draft.branches)
-        cuts = infer_cuts(draft.model, run, axis="tp", size=place.tp, styles=alone, names=_ids(draft))
+        branch_styles = _styles_in(number, styles, draft.branches)
+        cuts = infer_cuts(draft.model, run, axis="tp", size=place.tp, styles=branch_styles, names=_ids(draft))
         layouts |= {n: cuts.layouts[n] for n in inside if n in cuts.layouts}
         reasons |= {n: cuts.reasons[n] for n in inside if n in cuts.reasons}
         refused |= {n: cuts.refused[n] for n in inside if n in cuts.refused}
@@ -181,7 +184,7 @@ def _branch_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: Cut
 
 
 def _styles_in(place: int, styles: Mapping[str, Style], branches: Branches) -> dict[str, Style]:
-    """The styles of a place's own parameters; those of others stay whole."""
+    """The styles for planning one place: its own parameters have theirs, parameters of other places are replicated."""
     other = Style("replicate", forced=True, reason="used in another place")
     return {name: style if branches.home(name) == (place,) else other for name, style in styles.items()}
 

@@ -10,14 +10,14 @@ from meshwright.graph import ModelGraph
 from meshwright.names import few
 from meshwright.planning.branch import buffer_place
 from meshwright.planning.draft import Draft, Names
-from meshwright.planning.pipeline import choose_cuts, cut_places, make_stages, no_cuts, stage_of
+from meshwright.planning.pipeline import choose_cuts, cut_positions, make_stages, no_cuts, stage_of
 
 Pinned = Mapping[int, frozenset[int]]
 """Position of an event → the stages it may be on."""
 
 
 def cut_into_stages(draft: Draft) -> Draft:
-    """The stages, and those that use each parameter.
+    """Adds the pipeline's stages, and for each parameter the stages that use it.
 
     Raises:
         PlanError: the program has no such cuts.
@@ -35,7 +35,7 @@ def cut_into_stages(draft: Draft) -> Draft:
 
 
 def _pinned(draft: Draft, graph: ModelGraph, count: int) -> Pinned:
-    """Positions of events of modules that the plan places → the stages they may be on."""
+    """Position of an event in a module that the plan places on a pp rank → the stages of that rank."""
     findings, pinned, ranks = Findings(), dict[int, frozenset[int]](), draft.plan.mesh.axis_size("pp")
     for name, entry in draft.entries.items():
         if entry.pp_rank is None:
@@ -61,14 +61,14 @@ def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[i
     regions, sizes = draft.branches.regions, _bytes(draft.names)
     spans = regions.spans if regions is not None else ()
     for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
-        places = cut_places(graph, draft.blocks, spans, of_batch=of_batch)
-        for among in (places.between_blocks, places.anywhere):
-            cuts = choose_cuts(graph, among, count, sizes, pinned)
+        allowed = cut_positions(graph, draft.blocks, spans, of_batch=of_batch)
+        for positions in (allowed.between_blocks, allowed.anywhere):
+            cuts = choose_cuts(graph, positions, count, sizes, pinned)
             if cuts is not None:
                 graph.of_this_batch |= of_batch
                 return cuts
     findings = Findings()
-    no_cuts(findings, graph, places, count, draft.plan.mesh.axis_size("pp"), bool(pinned))
+    no_cuts(findings, graph, allowed, count, draft.plan.mesh.axis_size("pp"), bool(pinned))
     raise findings.error()
 
 
@@ -77,7 +77,7 @@ def _bytes(names: Names) -> dict[str, int]:
 
 
 def _homes(graph: ModelGraph, cuts: Sequence[int], names: Names) -> dict[str, tuple[int, ...]]:
-    """Parameter → the stages that use it; one that this forward does not use stays where its module runs."""
+    """Parameter → the stages that use it; for a parameter that this forward does not use, the stages of its module."""
     used = {name: tuple(sorted({stage_of(cuts, p) for p in positions})) for name, positions in graph.uses.items()}
     for event in graph.events:
         if event.reads and not event.inputs:
@@ -90,10 +90,10 @@ def _running(graph: ModelGraph, cuts: Sequence[int]) -> dict[str, set[int]]:
     """Module → the stages on which it runs."""
     running: dict[str, set[int]] = {}
     for call in graph.calls.values():
-        # If values of the batch decide the path, another may use a parameter wherever its module runs.
+        # If values of the batch decide the path, another batch may use a parameter on any stage of its module.
         last = max(call.start, call.stop - 1) if graph.of_this_batch else call.start
         running.setdefault(call.module, set()).update(range(stage_of(cuts, call.start), stage_of(cuts, last) + 1))
-    for event in graph.events:  # what a value decides about runs where it is read
+    for event in graph.events:  # a module that reads a value runs on the stage of the read
         if event.reads and event.inputs:
             module = event.path[-1][0] if event.path else ""
             running[module] = {stage_of(cuts, graph.positions[event.path, event.index])}
@@ -101,7 +101,7 @@ def _running(graph: ModelGraph, cuts: Sequence[int]) -> dict[str, set[int]]:
 
 
 def _beside(name: str, graph: ModelGraph, running: Mapping[str, set[int]]) -> tuple[int, ...]:
-    """The stages of a parameter that the forward does not use: of the innermost module around it that runs."""
+    """The stages of a parameter that the forward does not use: those of the innermost module around it that runs."""
     scopes = [name[:i] for i, c in enumerate(name) if c == "."]
     scope = next((s for s in (*reversed(scopes), "") if s in running), None)
     if scope is None:
@@ -110,7 +110,8 @@ def _beside(name: str, graph: ModelGraph, running: Mapping[str, set[int]]) -> tu
 
 
 def choose_schedule(draft: Draft) -> Draft:
-    """The plan's schedule, or another if the forward takes gradients itself; without a pipeline 1F1B, which is F, B then."""
+    """Adds the schedule: the plan's; 1F1B instead of zero bubble if the forward takes gradients itself; 1F1B (then F, B)
+    without a pipeline."""
     if not draft.stages:
         return _without_pipeline(draft)
     inner = [e for e in draft.graph.events if e.function in ("grad", "backward")] if draft.graph is not None else []
@@ -121,16 +122,17 @@ def choose_schedule(draft: Draft) -> Draft:
 
 
 def _without_pipeline(draft: Draft) -> Draft:
-    """A plan may have meshes with a pipeline and meshes without: what is said of pipelines waits until there is one."""
+    """The draft with schedule 1F1B, and a note if the plan has settings for a pipeline. They are no problem: the plan may
+    be used with another mesh."""
     plan, mesh = draft.plan, draft.plan.mesh
-    said = [f"schedule: {plan.schedule}"] if plan.schedule != "1f1b" else []
-    said += [f"stages_per_rank: {plan.stages_per_rank}"] if plan.stages_per_rank is not None else []
-    note = f"{' and '.join(said)}: without effect, as the mesh {mesh} has no pipeline (pp of at least 2)"
-    return replace(draft, schedule="1f1b").noted([note] if said else [])
+    settings = [f"schedule: {plan.schedule}"] if plan.schedule != "1f1b" else []
+    settings += [f"stages_per_rank: {plan.stages_per_rank}"] if plan.stages_per_rank is not None else []
+    note = f"{' and '.join(settings)}: without effect, as the mesh {mesh} has no pipeline (pp of at least 2)"
+    return replace(draft, schedule="1f1b").noted([note] if settings else [])
 
 
 def tell_shared(draft: Draft) -> Draft:
-    """Says which parameters several stages hold."""
+    """A note on the parameters that several stages hold."""
     names = [name for name, stages in draft.homes.items() if len(stages) > 1]
     if not names:
         return draft
@@ -138,7 +140,8 @@ def tell_shared(draft: Draft) -> Draft:
 
 
 def check_shared(draft: Draft) -> Draft:
-    """What several stages share stands on the same ranks of each."""
+    """A problem for each parameter of a branch that several stages use: stages that share a parameter need it on the same
+    ranks."""
     shared = (name for name, stages in draft.homes.items() if len(stages) > 1 and draft.branches.home(name) != (0,))
     return draft.wrong(
         Finding(
@@ -152,7 +155,8 @@ def check_shared(draft: Draft) -> Draft:
 
 
 def place_buffers(draft: Draft) -> Draft:
-    """For each buffer, the stage that changes it, else the last that takes it, or the first that runs its module; its place."""
+    """Adds for each buffer the stage and place whose copy counts: the stage that changes the buffer; else the last that
+    uses it; else the first that runs its module."""
     graph, branches = draft.graph, draft.branches
     if graph is None:
         return draft

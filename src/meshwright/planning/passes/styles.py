@@ -1,4 +1,4 @@
-"""How each parameter is to be sharded over tp, as the plan says, else as the model's own ``tp_plan`` does."""
+"""The style in which each parameter is to be sharded over tp: the plan's, else that of the model's own ``tp_plan``."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ _TP_PLAN = {
 }  # fmt: skip
 
 
-def said_styles(draft: Draft, of_model: Mapping[str, Style]) -> dict[str, Style]:
-    """For each parameter, what the plan (else ``of_model``) says of its shards."""
+def plan_styles(draft: Draft, of_model: Mapping[str, Style]) -> dict[str, Style]:
+    """Parameter → its style by the plan; if the plan names none, its style in ``of_model``."""
     if draft.plan.mesh.axis_size("tp") == 1:
         return {name: Style("replicate", reason="the mesh has no tp axis") for name in draft.names.parameters}
     return {
-        name: _style(_said(draft, (name, *aliases)), of_model.get(name, Style()))
+        name: _style(_entry_for(draft, (name, *aliases)), of_model.get(name, Style()))
         for name, (_, aliases) in draft.names.parameters.items()
     }
 
 
-def _said(draft: Draft, names: tuple[str, ...]) -> Entry:
-    """What the plan says of a parameter, by any of its names, and of the modules around it."""
-    said = Entry()
+def _entry_for(draft: Draft, names: tuple[str, ...]) -> Entry:
+    """The plan's settings for a parameter under any of its names. Settings of the modules around it hold for it too."""
+    merged = Entry()
     for name in names:
         scopes = [name[:i] for i, c in enumerate(name) if c == "."]
-        for scope in (*scopes, name):  # what is said of a module holds for its parameters
+        for scope in (*scopes, name):
             if scope in draft.entries:
-                said = said | draft.entries[scope]
-    return said
+                merged = merged | draft.entries[scope]
+    return merged
 
 
-def _style(said: Entry, of_model: Style) -> Style:
-    if said.tp in (None, "auto") and said.parts is None and said.units is None:
-        return of_model if said.tp is None else Style()
-    kind = "shard" if said.shard_dim is not None else (said.tp or "auto")
-    return Style(kind, said.shard_dim, said.parts, said.units, forced=said.tp not in (None, "auto"))
+def _style(settings: Entry, of_model: Style) -> Style:
+    if settings.tp in (None, "auto") and settings.parts is None and settings.units is None:
+        return of_model if settings.tp is None else Style()
+    kind = "shard" if settings.shard_dim is not None else (settings.tp or "auto")
+    return Style(kind, settings.shard_dim, settings.parts, settings.units, forced=settings.tp not in (None, "auto"))
 
 
 def model_styles(model: nn.Module, names: Names) -> tuple[dict[str, Style], list[str]]:
-    """The styles of a Hugging Face ``tp_plan``, read as data; an unknown style leaves its coupled group whole."""
+    """(parameter → its style in a Hugging Face ``tp_plan``, notes). An unknown style replicates all parameters of its group,
+    since their styles depend on each other."""
     tp_plan = getattr(model, "_tp_plan", None)
     if not isinstance(tp_plan, Mapping):
         return {}, []
@@ -64,14 +65,14 @@ def model_styles(model: nn.Module, names: Names) -> tuple[dict[str, Style], list
         for group, style in groups.items():
             if group and fnmatchcase(name, f"{group}.*"):
                 styles[name] = Style(
-                    "replicate", reason=f"the model's tp_plan has a style not known here: {_named(style)}"
+                    "replicate", reason=f"the model's tp_plan has a style not known here: {_style_name(style)}"
                 )
     return styles, [
-        f"{group or 'a group'} is left whole over tp: its tp_plan has the style {_named(style)!r}, not known here"
+        f"{group or 'a group'} is left whole over tp: its tp_plan has the style {_style_name(style)!r}, not known here"
         for group, style in groups.items()
     ]
 
 
-def _named(style: Any) -> str:
-    """A style as it is written; of an object (as diffusers has them) its class, as an address is another on each rank."""
+def _style_name(style: Any) -> str:
+    """A style as text; for an object (diffusers has such styles) its class, since an address differs between ranks."""
     return style if isinstance(style, str) else type(style).__name__

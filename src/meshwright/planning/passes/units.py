@@ -1,7 +1,8 @@
-"""Units: which modules FSDP2 gathers at once, innermost first and the root last.
+"""Units: the modules that FSDP2 gathers at once, innermost first and the root last.
 
-They are chosen from repeated blocks and what the plan names. Then those go that FSDP2 could not gather and free at the right
-time: its hooks stand at the beginning and the end of a unit's forward, and at the gradient of what that gives.
+Candidates are the repeated blocks and the modules that the plan names. Then those are dropped that FSDP2 could not gather and
+free at the right time: its hooks run at the beginning and the end of a unit's forward, and at the gradient of the unit's
+result.
 """
 
 from __future__ import annotations
@@ -29,26 +30,27 @@ from meshwright.submesh import Submeshes, trunk
 
 
 def find_blocks(draft: Draft) -> Draft:
-    """The layers of the model."""
+    """Adds the repeated blocks of the model."""
     return replace(draft, blocks=repeated_blocks(draft.model))
 
 
 def choose_units(draft: Draft) -> Draft:
-    """The repeated blocks and what the plan names.
+    """Adds the candidates for units: the repeated blocks and the modules that the plan names.
 
-    A module that stands in a place of its own is a unit, as a unit lives on one mesh. What the plan says of a container
-    that is never called is said of the modules in it.
+    A module with a place of its own is a unit, because the parameters of a unit are all on one mesh. Settings for a container
+    that is never called hold for the modules within it.
     """
     modules, placed = dict(draft.model.named_modules()), draft.branches.placed
     chosen = {name: _following(unit, draft.entries) for name, unit in _named(draft, modules).items()}
     chosen |= {n: Unit(n) for n in placed if n and n not in chosen}
-    held = [u for u in chosen.values() if any(True for _ in modules[u.name].parameters())]
-    inner = (replace(u, place=place_of(u.name, placed)[0]) for u in sorted(held, key=lambda u: -u.name.count(".")))
+    with_parameters = [u for u in chosen.values() if any(True for _ in modules[u.name].parameters())]
+    innermost_first = sorted(with_parameters, key=lambda u: -u.name.count("."))
+    inner = (replace(u, place=place_of(u.name, placed)[0]) for u in innermost_first)
     return replace(draft, units=(*inner, Unit("", draft.entry("").dp or "shard")))
 
 
 def _named(draft: Draft, modules: Mapping[str, nn.Module]) -> dict[str, Unit]:
-    """The blocks, and the modules of which the plan says something that holds for a unit."""
+    """The blocks, and the modules for which the plan has a setting of units (``unit:``, ``dp:`` or a place)."""
     chosen = {b: Unit(b) for b in draft.blocks if draft.entry(b).unit is not False}
     for name, entry in draft.entries.items():
         if name and name in modules and (entry.unit or entry.dp is not None or name in draft.branches.placed):
@@ -58,7 +60,7 @@ def _named(draft: Draft, modules: Mapping[str, nn.Module]) -> dict[str, Unit]:
 
 
 def _following(unit: Unit, entries: Mapping[str, Entry]) -> Unit:
-    """A unit of whose data axes the plan says nothing follows the innermost module around it of which it does."""
+    """A unit without a ``dp:`` setting of its own gets that of the innermost module around it that has one."""
     if entries.get(unit.name, Entry()).dp is not None:
         return unit
     above = [n for n, entry in entries.items() if entry.dp is not None and unit.name.startswith(n + ".")]
@@ -66,10 +68,10 @@ def _following(unit: Unit, entries: Mapping[str, Entry]) -> Unit:
 
 
 def close_units(draft: Draft) -> Draft:
-    """Units whose parameters are used inside their own forward only, and which run on every rank.
+    """Drops units whose parameters are used outside their own forward, and units that some rank may skip.
 
-    FSDP2 gathers a unit when its forward starts: a rank that skips it would leave the others waiting. And it frees what it
-    gathered when a backward has gone through a unit, though the forward that asked for that backward may go on.
+    FSDP2 gathers a unit when its forward starts, so other ranks would wait for a rank that skips the unit. And it frees the
+    gathered parameters after a backward through the unit, even if the forward itself asked for that backward and goes on.
     """
     uses = draft.uses
     if uses is None:
@@ -84,18 +86,16 @@ def close_units(draft: Draft) -> Draft:
     why |= dict.fromkeys(sorted(_sometimes_skipped(draft, uses) - set(why)), "whether it runs depends on values")
     notes = [f"{unit} is no unit of its own: {reason}" for unit, reason in why.items()]
     units = [u for u in draft.units if u.name not in why]
-    notes += _of_hidden(handed := {u.name: uses.escapes.handed[u.name] for u in units if u.name in uses.escapes.handed})
-    units = [
-        replace(
-            u, follows_inputs=not (draft.routed or u.name in uses.escapes.entered), follows_outputs=u.name not in handed
-        )
-        for u in units
-    ]
+    escapes = uses.escapes
+    handed = {u.name: escapes.handed[u.name] for u in units if u.name in escapes.handed}
+    notes += _of_hidden(handed)
+    follow_inputs = {u.name for u in units if not draft.routed and u.name not in escapes.entered}
+    units = [replace(u, follows_inputs=u.name in follow_inputs, follows_outputs=u.name not in handed) for u in units]
     return replace(draft, units=tuple(units)).noted(notes)
 
 
 def _of_hidden(handed: Mapping[str, str]) -> list[str]:
-    """A note for each line that uses what units made and did not return."""
+    """A note for each source line that uses tensors that units made and did not return. ``handed``: unit → line."""
     units: dict[str, list[str]] = {}
     for unit, line in handed.items():
         units.setdefault(line, []).append(unit)
@@ -104,29 +104,31 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
 
 
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
-    """Units that a forward does not call when every question it asks of values is answered the other way, when masks select
-    nothing, or when it draws other random numbers. They matter if data ranks may go different ways."""
+    """Units that some forward does not call: if every read of a value gets the opposite answer, if masks select nothing,
+    or with other random numbers. Empty if data ranks cannot take different paths."""
     model, always, asked = draft.model, set(uses.called), Asked()
     if not draft.routed:
         return set()
     for contrary, way in ((True, None), *((False, way) for way in WAYS if draft.drawn)):
         with drawing(way, model):
-            other, _ = _another(draft, uses, Shadow(contrary=contrary), asked)
-        # The other answers need not make sense to the model. What it had not come to is taken to be skipped: a unit that a
-        # rank skips would leave the others waiting.
+            other, _ = _other_forward(draft, uses, Shadow(contrary=contrary), asked)
+        # The model may fail with the other answers. Units that it had not reached count as skipped, to be safe: if a rank skips
+        # a unit, the others wait.
         always &= other.called.keys()
     if draft.cuts is not None and not draft.cuts.selects and not draft.drawn:
-        return set(uses.candidates) - always  # the forward selected nothing by masks: it would be the same again
-    other, ended = _another(draft, uses, Shadow(empty=True), asked)
-    # With nothing selected, a model that does not ask how much that is may make no sense: what it did not come to is none.
+        # The forward has no masks that select: with empty masks it would be the same.
+        return set(uses.candidates) - always
+    other, ended = _other_forward(draft, uses, Shadow(empty=True), asked)
+    # The model may also fail on empty selections if it does not check for them. Then only units before the last one that it
+    # reached can count as skipped.
     order = [*uses.called]
     last = len(order) if ended else max((order.index(n) for n in other.called if n in uses.called), default=0)
     always -= set(order[:last]) - other.called.keys()
     return set(uses.candidates) - always
 
 
-def _another(draft: Draft, uses: Uses, shadow: Shadow, asked: Asked) -> tuple[Uses, bool]:
-    """The units that another forward calls, and whether it came to its end. ``asked``: what functions give."""
+def _other_forward(draft: Draft, uses: Uses, shadow: Shadow, asked: Asked) -> tuple[Uses, bool]:
+    """(the uses of a forward under ``shadow``, whether it ran to its end). ``asked``: a cache of results on meta."""
     other = Uses(draft.model, uses.candidates)
     try:
         with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching():
@@ -139,7 +141,7 @@ def _another(draft: Draft, uses: Uses, shadow: Shadow, asked: Asked) -> tuple[Us
 
 
 def keep_units_in_stages(draft: Draft) -> Draft:
-    """Units without those that a cut between stages goes through."""
+    """Drops units through which a cut between stages goes."""
     if draft.graph is None or not draft.stages:
         return draft
     parted = parted_modules(draft.graph, draft.stages)
@@ -149,8 +151,11 @@ def keep_units_in_stages(draft: Draft) -> Draft:
 
 
 def keep_units_in_branches(draft: Draft) -> Draft:
-    """Units of which every rank that has them has what they give: FSDP2 gathers a unit for its backward when a gradient comes
-    to its result, which it does not on a rank where that is made in another branch."""
+    """Drops units whose results are made in a branch within them.
+
+    FSDP2 gathers a unit for its backward when a gradient reaches the unit's result. No gradient reaches it on a rank that
+    is not in that branch.
+    """
     graph, regions, mesh = draft.graph, draft.branches.regions, draft.plan.mesh
     if graph is None or regions is None or draft.data == 1:
         return draft
@@ -158,9 +163,10 @@ def keep_units_in_branches(draft: Draft) -> Draft:
     parted: dict[str, None] = {}
     for call in graph.calls.values():
         unit = of_name.get(call.module)
-        if unit is not None and any(
-            regions.places[graph.values[n].position] not in places.chain(unit.place) for n in _given(graph, call)
-        ):
+        if unit is None:
+            continue
+        homes = {regions.places[graph.values[n].position] for n in _results(graph, call)}
+        if not homes <= set(places.chain(unit.place)):
             parted[unit.name] = None
     if not parted:
         return draft
@@ -168,7 +174,7 @@ def keep_units_in_branches(draft: Draft) -> Draft:
     return replace(draft, units=tuple(u for u in draft.units if u.name not in parted)).noted([note])
 
 
-def _given(graph: ModelGraph, call: Call) -> set[int]:
-    """The values with a gradient that are made in a call and used after it."""
-    made = {n for p in range(call.start, call.stop) for n in graph.made(p) if graph.values[n].requires_grad}
-    return {n for n in made if n in call.outputs or any(p >= call.stop for p in graph.consumers.get(n, ()))}
+def _results(graph: ModelGraph, call: Call) -> set[int]:
+    """The values with a gradient that a call makes and that are returned or used after it."""
+    values = {n for p in range(call.start, call.stop) for n in graph.values_made_by(p) if graph.values[n].requires_grad}
+    return {n for n in values if n in call.outputs or any(p >= call.stop for p in graph.consumers.get(n, ()))}

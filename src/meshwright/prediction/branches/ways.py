@@ -79,14 +79,14 @@ def read_regions(
         apart: a place → whether data ranks can each run their own rows of it.
     """
     listed = []
-    for join in (m for m in regions.moves if isinstance(m, Join)):
+    for join in (m for m in regions.forks_and_joins if isinstance(m, Join)):
         inside: dict[int, list[int]] = {b: [] for b in join.branches}
         for p in range(join.first, join.position):
             at = regions.places[p]
             if at != join.around and join.around in places.chain(at):
                 inside[places.child(at, join.around)].append(p)
         forks = tuple(
-            m for m in regions.moves
+            m for m in regions.forks_and_joins
             if isinstance(m, Fork) and m.around == join.around and join.first <= m.position < join.position
         )  # fmt: skip
         branches = tuple(

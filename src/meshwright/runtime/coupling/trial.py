@@ -57,7 +57,7 @@ class Verdict:
     Attributes:
         kind: ``mean``, ``sum``, ``ratio`` or ``coupled``.
         why: why the rows are coupled, with the model's line; empty if the losses show it.
-        kept: attributes of modules that differ after a forward of a part of the rows.
+        attributes: attributes of modules that differ after a forward of a part of the rows.
         changes_state: whether a forward changes the state of modules (a counter, an average), so that rows may combine in
             another way in the next forward.
         counted: lines at which Python learns how many elements a mask picked: of the rows of a piece, not of all.
@@ -65,7 +65,7 @@ class Verdict:
 
     kind: str
     why: str = ""
-    kept: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     changes_state: bool = False
     counted: tuple[str, ...] = ()
 
@@ -256,7 +256,7 @@ def _with_attributes(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict
             COUPLED,
             f"it computes with attributes of its modules{which} that earlier forwards set, and that depend on the rows",
         )
-    return Verdict(kind, kept=names)
+    return Verdict(kind, attributes=names)
 
 
 def _as_text(error: BaseException) -> str:
@@ -270,9 +270,9 @@ def notes(verdict: Verdict) -> list[str]:
     if verdict.kind == COUPLED:
         return [_why_coupled(verdict)]
     texts: list[str] = []
-    if verdict.kept:
+    if verdict.attributes:
         texts.append(
-            f"{few(verdict.kept)}: the value that a forward "
+            f"{few(verdict.attributes)}: the value that a forward "
             "leaves there depends on its rows; after a step it is the value of this rank's first microbatch. If it should be "
             "the value of the whole batch, make it a buffer: then rows run together"
         )

@@ -33,6 +33,16 @@ _MEANS = frozenset(
 )
 
 
+# Functions that write rows into those of their first argument, whose rows the result has. (The picked ones may be as many:
+# in a recording a mask picks all.)
+_INTO = frozenset(
+    f"{name}{end}" for end in ("", "_") for name in (
+        "index_put", "index_copy", "index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "masked_scatter",
+        "slice_scatter", "select_scatter", "put", "copy",
+    )
+)  # fmt: skip
+
+
 def is_quotient(function: str) -> bool:
     """Whether a torch function of this name divides."""
     return function in _DIVIDES
@@ -137,6 +147,8 @@ class CountedUses(Follower):
         if _is_mean_of_all(func, args, kwargs):
             return self.mean(count, func, args, kwargs)
         result = call(func, args, kwargs, tensors)
+        if getattr(func, "__name__", "") in _INTO and not (isinstance(args[0], Tensor) and self.picks(args[0])):
+            return result
         tensors_out = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._pick([t for t in tensors_out if t.shape[:1] == argument.shape[:1]], count)
         return result

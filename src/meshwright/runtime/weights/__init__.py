@@ -1,1 +1,1 @@
-"""Parameters at rest: their shards, FSDP2, recomputing, what no row used, norms, whole values."""
+"""Parameters between steps and their gradients: shards, FSDP2, recomputation, unused parameters, norms, full tensors."""

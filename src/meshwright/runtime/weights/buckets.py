@@ -118,7 +118,9 @@ class Buckets:
         self._open = False
         names = [*self._parameters]
         used = [self._parameters[name].grad is not None for name in names]
-        for bucket in self._buckets[self._next :]:  # before any other collective: these ranks may have one group for both
+        for bucket in self._buckets[
+            self._next :
+        ]:  # before any other collective: these ranks may have one group for both
             self._launch(bucket)
         flags = on_any([*used, *(bucket.again for bucket in self._buckets)])
         is_used = dict(zip(names, flags, strict=False))

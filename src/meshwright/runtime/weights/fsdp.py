@@ -1,7 +1,7 @@
-"""Data parallelism with shards: FSDP2 over the data axes, for every unit; replicated units are HSDP with shards of one rank.
+"""Data parallelism with shards: FSDP2 over the data axes for every unit. A replicated unit is HSDP whose shards are of one rank.
 Without shards (``dp_replicate`` alone) the job sums gradients itself (``gradient_sums``).
 
-All reductions are sums: the mean is taken once, in the loss (runtime/rows/microbatches.py).
+All reductions are sums: the loss is divided by the number of rows (runtime/rows/microbatches.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _largest(recipe: Recipe, axis: str) -> int:
 
 
 def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-    """``fully_shard`` on every unit, innermost first, the root last."""
+    """Calls ``fully_shard`` on every unit with parameters on this rank, innermost first, the root last."""
     if not needs_fsdp(recipe):
         return
     modules = dict(model.named_modules())
@@ -59,14 +59,14 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
             )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        # Plain sums, which every backend has: FSDP2 would ask for one multiplied by 1/1, which gloo refuses on any device.
+        # Plain sums, which every backend has. Else FSDP2 asks for a sum multiplied by 1/1, which gloo refuses on any device.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def keep_attributes(model: nn.Module, attributes: Attributes) -> None:
-    """A parameter that FSDP2 has gathered has the attributes of the one at rest. It makes it when it first gathers it.
+    """Gives each gathered parameter the attributes of its sharded one, when FSDP2 first gathers it and makes its object.
 
-    Private: there is no public way to a gathered parameter but in the forward of its unit.
+    Private: a gathered parameter is public only within the forward of its unit.
     """
     names = {id(p): name for name, p in model.named_parameters() if name in attributes}
     for module in model.modules():
@@ -79,19 +79,20 @@ def keep_attributes(model: nn.Module, attributes: Attributes) -> None:
 def _give_when_gathered(fsdp_param: Any, attributes: Mapping[str, Any]) -> None:
     make = fsdp_param.init_unsharded_param
 
-    def made_first() -> None:
+    def make_with_attributes() -> None:
         make()
         vars(fsdp_param._unsharded_param).update(attributes)
-        del fsdp_param.init_unsharded_param  # the class's own from then on: the parameter stays the same
+        del fsdp_param.init_unsharded_param  # back to the class's own method: the object stays the same from now on
 
-    set_on(fsdp_param, "init_unsharded_param", made_first)
+    set_on(fsdp_param, "init_unsharded_param", make_with_attributes)
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduces what backwards without reduction have added up, and frees gathered parameters: the end of a pipeline's step.
+    """Reduces the gradients that backwards without reduction have accumulated, and frees gathered parameters. Called at the end
+    of a pipeline's step.
 
-    Private: FSDP2 reduces at the end of a backward, and the last backward of a stage is not that of every unit. Torch's own
-    pipeline runtime does the same.
+    Private: FSDP2 reduces at the end of a unit's backward, and a stage's last backward need not be the last one of every unit.
+    Torch's own pipeline runtime does the same.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -104,14 +105,15 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def add_up_unreduced(model: nn.Module) -> None:
-    """Adds the gradients of a backward to those of earlier ones in the type that they are reduced in, as FSDP2 does at the end
-    of a unit's backward: for a backward of weights alone, which no unit sees.
+    """Adds a backward's gradients to those of earlier microbatches, in the dtype in which FSDP2 reduces.
 
-    Private: what FSDP2 does there has no public name.
+    FSDP2 does this at the end of a unit's backward. A backward of weights alone runs no hook of a unit, so it is done here.
+
+    Private: FSDP2 has no public function for it.
     """
     for module in model.modules() if isinstance(model, FSDPModule) else ():
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            if hasattr(group, "_set_unsharded_grad_dtypes"):  # gradients that autograd adds up in that type
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # newer torch: autograd itself accumulates in that dtype
                 group._set_unsharded_grad_dtypes(defer_upcast=False)
                 continue
             for fsdp_param in group.fsdp_params:
@@ -134,7 +136,7 @@ def parameter_groups(module: FSDPModule) -> Iterator[Any]:
 
 
 def gathered(module: FSDPModule) -> Iterator[tuple[Tensor, Tensor]]:
-    """(a parameter at rest, what FSDP2 has gathered of it) of a unit, in its forward."""
+    """(sharded parameter, gathered local tensor) for each parameter of a unit that is gathered now."""
     for group in parameter_groups(module):
         for fsdp_param in group.fsdp_params:
             p = getattr(fsdp_param, "_unsharded_param", None)
@@ -143,14 +145,14 @@ def gathered(module: FSDPModule) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
-    """``act`` on each parameter of a group, after the backward of its unit and before its gradients are reduced."""
+    """Makes a group call ``act`` on each of its parameters after the backward of its unit, before it reduces gradients."""
     reduce = group.post_backward
 
     def post_backward(*args: Any) -> Any:
         if group.reduce_grads:
             for fsdp_param in group.fsdp_params:
                 act(fsdp_param)
-            if not hasattr(group, "_set_unsharded_grad_dtypes"):  # it reduces several types at once
+            if not hasattr(group, "_set_unsharded_grad_dtypes"):  # (newer torch reduces several dtypes at once)
                 _put_in_one_type(group.fsdp_params)
         return reduce(*args)
 
@@ -158,12 +160,12 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
 
 
 def _put_in_one_type(fsdp_params: Sequence[Any]) -> None:
-    """Gradients of a group that is to be reduced, if some were added up over microbatches, in the type of the reduction.
+    """Converts a group's gradients to the dtype of the reduction, if some were accumulated over microbatches.
 
-    Those of parameters that the last microbatch was the first to use are in the type of the backward, and FSDP2 reduces one
-    type at once.
+    Parameters that only the last microbatch used have gradients in the dtype of the backward, and FSDP2 reduces one dtype at
+    once.
 
-    Private: what FSDP2 does with accumulated gradients has no public name.
+    Private: FSDP2 has no public function for accumulated gradients.
     """
     if any(fsdp_param.unsharded_accumulated_grad is not None for fsdp_param in fsdp_params):
         for fsdp_param in fsdp_params:
@@ -172,7 +174,7 @@ def _put_in_one_type(fsdp_params: Sequence[Any]) -> None:
 
 
 def without_gradient(fsdp_param: Any) -> Tensor | None:
-    """The gathered parameter, where it should have a gradient by now and has none."""
+    """The gathered parameter, if it requires a gradient and has none; else None."""
     p: Tensor | None = getattr(fsdp_param, "_unsharded_param", None)
     if p is None or not p.requires_grad or p.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
         return None
@@ -188,7 +190,7 @@ def _mesh(unit: Unit, groups: Groups) -> Any:
 def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
     if recipe.precision not in ("bfloat16", "float16"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Inputs are cast at the root alone: tables in float32 that a model hands to its blocks stay float32.
+    # Only the root casts its inputs: tables in float32 that a model passes to its blocks stay float32.
     return MixedPrecisionPolicy(
         param_dtype=getattr(torch, recipe.precision), reduce_dtype=torch.float32, cast_forward_inputs=not unit.name
     )
@@ -196,54 +198,59 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 @contextmanager
 def _hooks_without_view(module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> Iterator[None]:
-    """FSDP2's own hooks see local tensors, without the view: they build parameters and walk the autograd graph.
+    """Inside the ``with``, FSDP2 registers its hooks; afterwards they are wrapped to run on local tensors, with modes off: they
+    make parameters and walk the autograd graph.
 
-    There is no public way to order a hook against a function mode; its hooks are the ones that appear meanwhile.
+    There is no public way to order a hook against a function mode. FSDP2's hooks are those that are new after the ``with``.
     """
     tables = module._forward_pre_hooks, module._forward_hooks
     before = [set(table) for table in tables]
     yield
-    for table, known in zip(tables, before, strict=True):
-        for key in [k for k in table if k not in known]:
-            before_it = table is tables[0]
-            if before_it:
-                table[key] = _locally(table[key], given=unit.follows_inputs, low=_type_of_inputs(policy))
+    for table, registered in zip(tables, before, strict=True):
+        for key in [k for k in table if k not in registered]:
+            is_pre_hook = table is tables[0]
+            if is_pre_hook:
+                table[key] = _locally(table[key], with_inputs=unit.follows_inputs, low=_type_of_inputs(policy))
             else:
                 table[key] = _locally(table[key], after=True)
 
 
-_KEPT = (RemoteTensor, nn.Parameter)  # not here; or known by being what it is, which nothing may stand in for
+_SKIPPED = (RemoteTensor, nn.Parameter)  # skipped: values on other ranks, and Parameters, whose identity matters
 
 
 def _type_of_inputs(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What FSDP2 casts the inputs of a unit to; None: to nothing."""
+    """The dtype to which FSDP2 casts a unit's inputs; None if it does not cast them."""
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
 def _locally(
-    hook: Callable[..., Any], *, after: bool = False, given: bool = True, low: torch.dtype | None = None
+    hook: Callable[..., Any], *, after: bool = False, with_inputs: bool = True, low: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """An FSDP2 hook that is given local tensors, wherever in a structure they are, and no view; none, unless ``given``: then
-    what it would have cast to ``low`` is cast here.
+    """Wraps an FSDP2 hook so that it gets a flat list of local tensors, with modes off.
 
-    FSDP2 looks for tensors in the containers that pytree knows. In any other (a dataclass, a plain object) it would find
-    none, run no backward hook and leave gradients unreduced; so it is given a flat list.
+    FSDP2 looks for tensors in the containers that pytree knows. In any other container (a dataclass, a plain object) it would
+    find none, run no backward hook and leave gradients unreduced.
 
-    After a forward it gathers parameters again in the backward, by hooks on the tensors that the unit gave. If such a tensor
-    is a view (a linear over three dims gives one) and the model writes to it in place, autograd drops the node that the hook
-    is of: the write is then a node of what it is a view of. So FSDP2 is given that tensor too.
+    The hook after a forward registers hooks on the unit's results, to gather parameters again in the backward. If a result is a
+    view (a linear over three dims returns one) and the model writes to it in place, autograd drops the view's node and makes a
+    node for the write on the base. So the bases of views are passed as well.
+
+    Args:
+        after: whether the hook runs after the forward; else before it.
+        with_inputs: whether a hook before the forward gets the inputs. If not, inputs are cast here, to ``low``.
+        low: the dtype to which FSDP2 casts inputs; None if it does not.
     """
 
     def run(module: nn.Module, *values: Any) -> Any:
         *leading, last = values
         # Pre-hooks have (args, kwargs), and give both back; post-hooks (args, output), and give the output.
         subject = last if after else (*leading, last)
-        tensors = [t for t in tensors_of(subject) if not isinstance(t, _KEPT)]
+        tensors = [t for t in tensors_of(subject) if not isinstance(t, _SKIPPED)]
         plain = [local_of(local_rows(t)) for t in tensors]
         with without_modes():
             if after:
                 new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
-            elif given:
+            elif with_inputs:
                 (new,), _ = hook(module, (plain,), {})
             else:
                 hook(module, ([],), {})
@@ -251,17 +258,18 @@ def _locally(
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return None if after else subject
         back = iter(zip(tensors, new, strict=True))
-        told = note_replaced if after else note_replaced_within
-        return put_tensors(lambda t: t if isinstance(t, _KEPT) else _as_before(*next(back), told), subject)
+        note = note_replaced if after else note_replaced_within
+        return put_tensors(lambda t: t if isinstance(t, _SKIPPED) else _as_before(*next(back), note), subject)
 
     return run
 
 
-def _as_before(before: Tensor, now: Tensor, told: Callable[[Tensor, Tensor], None]) -> Tensor:
-    """What the hook gave in place of a tensor, as the model is to see it; ``told``: is told of it."""
+def _as_before(before: Tensor, now: Tensor, note: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """The tensor that the model sees after the hook: ``before`` if the hook did not change it, else ``now``, wrapped as
+    ``before`` was. ``note`` is called with both if it changed."""
     subject = local_rows(before)
     if now is local_of(subject):
         return before
     shown = GlobalTensor(now, subject._mw_layout, subject._mw_dispatcher) if isinstance(subject, GlobalTensor) else now
-    told(before, shown)
+    note(before, shown)
     return shown

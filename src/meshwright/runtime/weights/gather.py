@@ -1,7 +1,7 @@
-"""Whole values from what the ranks hold, by the recipe's slices; one tensor at a time.
+"""Full tensors, gathered from the slices on the ranks as the recipe describes them; one tensor at a time.
 
-They are put together on the CPU of rank 0, so they come between hosts, as bytes. On a GPU, sends to rank 0 would make a
-communicator for each pair.
+Rank 0 assembles them on the CPU, so slices are sent between hosts, as bytes. Sends between GPUs would make a communicator for
+each pair of ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshwright.runtime.weights.parameters import local_tensor
 
 
 def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: Groups) -> Tensor | None:
-    """On rank 0 the whole tensor, on CPU; None elsewhere. Collective over all ranks.
+    """The full tensor on rank 0's CPU; None on other ranks. Collective over all ranks.
 
-    One rank of each set of copies sends its slice to rank 0, which writes it where the recipe says.
+    Of the ranks with equal slices, one sends its slice to rank 0.
     """
     holders = _holders(line, recipe)
     slices = {rank: recipe.held(line, rank) for rank in holders}
@@ -41,12 +41,13 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
 def whole_on_every_rank(
     line: ParameterRecipe, local: Tensor | None, dtype: torch.dtype, recipe: Recipe, groups: Groups
 ) -> Tensor | None:
-    """The whole tensor on every rank's device, of what ranks hold of it. Collective over all ranks.
+    """The full tensor on every rank's device. Collective over all ranks.
 
     Args:
-        local: what this rank holds; None if it holds nothing, or has none.
+        local: this rank's slice (of a gradient, for example); None if the rank holds no slice or has no such tensor.
 
-    Returns: None if no rank has one. A holder that has none counts as one with zeros.
+    Returns:
+        None if no rank has a slice. A rank that holds the parameter but has no such tensor counts as zeros.
     """
     if not any(groups.on_any([local is not None])):
         return None
@@ -60,7 +61,7 @@ def whole_on_every_rank(
 
 
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
-    """The first rank of each set that holds the same slice."""
+    """The first rank of each set of ranks that hold the same slice."""
     first: dict[Any, int] = {}
     for rank in range(recipe.mesh.size):
         if recipe.holds(line, rank):
@@ -69,17 +70,17 @@ def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
 
 
 def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, value on rank 0's CPU) of every buffer, as the rank has it whose forward changes it. Collective.
+    """(name, value on rank 0's CPU) for every buffer, from the rank whose forward changes it. Collective.
 
-    A forward may put a buffer of another shape or type in a buffer's place, or register one: its owner tells which.
+    A forward may replace a buffer by one of another shape or dtype, or register a new one: the owner sends these facts first.
     """
     buffers = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
     facts = {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
-    told: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
+    facts_of_ranks: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
     if dist.get_world_size() > 1:
-        told = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, facts, group=groups.hosts[""])
-    owners = {name: rank for rank, names in enumerate(told) for name in names}
+        facts_of_ranks = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(facts_of_ranks, facts, group=groups.hosts[""])
+    owners = {name: rank for rank, names in enumerate(facts_of_ranks) for name in names}
     order = [name for name, _ in model.named_buffers() if name in owners]
     if dist.get_world_size() > 1:
         holder = [order]
@@ -91,7 +92,7 @@ def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[
         if groups.rank == 0 and owner == 0:
             value = buffers[name].detach().to("cpu", copy=True)
         elif groups.rank == 0:
-            shape, dtype = told[owner][name]
+            shape, dtype = facts_of_ranks[owner][name]
             value = _received(shape, dtype, owner, groups)
         elif groups.rank == owner:
             _send(buffers[name], groups)
@@ -115,14 +116,19 @@ def _send(value: Tensor, groups: Groups) -> None:
 def whole_tensors(
     model: nn.Module, recipe: Recipe, groups: Groups, pick: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
-    """(line, whole value on rank 0) for every parameter; ``pick`` gives the parameter itself, or its gradient.
+    """(line, full tensor on rank 0) for every parameter. Collective.
 
-    Where ``pick`` gives None on a rank, it gives None on every rank that holds the same parameter.
+    Args:
+        pick: returns the parameter itself, or its gradient. If it returns None on one rank, it must return None on every rank
+            that holds the parameter.
+
+    Raises:
+        RuntimeError: on all ranks, if a rank's tensor has another shape than its share.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     for line in recipe.parameters:
         picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
-        # A tensor of another shape than is held would be more, or less, than its receiver takes, which ends a process.
+        # A receiver expects the size of the rank's share. Sending more or less than that ends a process.
         strange = picked is not None and tuple(local_tensor(picked).shape) != recipe.held_shape(line, groups.rank)
         flags = torch.tensor([picked is not None, (groups.rank + 1) * strange], dtype=torch.int32, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=groups.hosts[""])

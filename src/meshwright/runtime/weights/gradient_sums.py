@@ -1,9 +1,9 @@
-"""Gradients that the job sums over ranks itself: all of them if nothing is sharded over data ranks; else those that FSDP2
-leaves out, as it refuses parameters without dims, and knows no stages or branches.
+"""``OwnSums``: gradients that the job sums over ranks itself: all of them, if nothing is sharded over data ranks; else those that
+FSDP2 leaves out, since it refuses parameters without dims and knows no stages or branches.
 
-which were used      one small collective between hosts, over all ranks: does any rank have a gradient?
-their sums           those of one type that are summed over the same groups, as one tensor: one collective a group; if each
-                     forward runs as a whole, bucket by bucket while the backward runs (``buckets``)
+which are used    one small collective between hosts, over all ranks: does any rank have a gradient of the parameter?
+the sums          gradients of one dtype and the same groups are summed as one tensor: one all-reduce for each group; if each
+                  forward runs as a whole, bucket by bucket while the backward runs (``buckets``)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_g
 
 
 class OwnSums:
-    """Which parameters have gradients that the job sums itself, and over which groups of ranks.
+    """Sums gradients of the parameters that FSDP2 does not reduce, or not over all ranks.
 
     Attributes:
-        groups: parameter that this rank holds → the groups to sum over, in turn; in the order of the recipe, which is the same
-            on every rank.
+        groups: parameter on this rank → the groups over which its gradient is summed, one after the other. The order of
+            parameters is that of the recipe, equal on every rank.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
@@ -62,32 +62,33 @@ class OwnSums:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sums the gradients that the step has made. Collective over all ranks.
+        """Sums the gradients of the step. Collective over all ranks.
 
-        A parameter that no rank has used has no gradient; one that some rank has used has one on every rank that holds it.
+        If some rank has a gradient of a parameter, every rank that holds the parameter gets one; else none has one.
         """
         if not self._names:
             return
         if self._buckets is not None:
             self._buckets.finish(self._all.on_any)
             return
-        held = {name: self._standing[name] for name in self.groups}
-        used = self._all.on_any([name in held and held[name].grad is not None for name in self._names])
+        parameters = {name: self._standing[name] for name in self.groups}
+        has_gradient = [name in parameters and parameters[name].grad is not None for name in self._names]
+        used = self._all.on_any(has_gradient)
         together: dict[tuple[Sequence[dist.ProcessGroup], torch.dtype], list[Tensor]] = {}
         for name, is_used in zip(self._names, used, strict=True):
-            if not is_used or name not in held or not held[name].requires_grad:
+            if not is_used or name not in parameters or not parameters[name].requires_grad:
                 continue
-            p = held[name]
+            p = parameters[name]
             if p.grad is None:
                 p.grad = zero_gradient(p)
             together.setdefault((self.groups[name], p.grad.dtype), []).append(local_tensor(p.grad))
-        # Ranks that share a group meet in it in the order of the recipe: that of the first parameter of each sum.
+        # In the order of the first parameter of each sum in the recipe: ranks call a group's collectives in one order.
         for (groups, _), grads in together.items():
             _sum(grads, groups)
 
 
 def _sum(grads: list[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Sums gradients over groups, in place, as one tensor."""
+    """Sums gradients over groups, in place. They are flattened into one tensor."""
     alone = len(grads) == 1 and grads[0].is_contiguous()
     flat = grads[0] if alone else torch.cat([g.reshape(-1) for g in grads])
     for group in groups:
@@ -100,7 +101,7 @@ def _sum(grads: list[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
 def _is_summed(line: ParameterRecipe, recipe: Recipe) -> bool:
     """Whether a parameter's gradient is summed by the job."""
     if recipe.in_parts and not line.requires_grad:
-        return False  # (where a forward runs whole, somebody may have it trained later)
+        return False  # (without stages and branches, a person may set ``requires_grad`` later, so it is summed)
     over_data = (line.data == "loose" or not needs_fsdp(recipe)) and any(
         recipe.places.axis_size(line.place, axis) > 1 for axis in ("dp_replicate", "dp_shard")
     )
@@ -108,7 +109,7 @@ def _is_summed(line: ParameterRecipe, recipe: Recipe) -> bool:
 
 
 def _groups_of(line: ParameterRecipe, recipe: Recipe, groups: Groups) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which a parameter's gradient is summed, of this rank, which holds it."""
+    """This rank's groups over which the gradient of a parameter that it holds is summed."""
     owners, over = recipe.owners(line), list[dist.ProcessGroup]()
     if len(line.places) > 1:
         over.append(groups.together[line.places])

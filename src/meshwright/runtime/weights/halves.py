@@ -1,11 +1,11 @@
-"""``Halves``: parameters that FSDP2 does not gather, in the half type that is computed in.
+"""``Halves``: casts the parameters that FSDP2 does not gather to the half type of the plan's precision.
 
-FSDP2 casts what it gathers. What stays out of its units (parameters without dims, those of which a model has the objects
-elsewhere, those of several units) is cast here, once in each forward, for every torch function that takes one. At rest such a
-parameter is float32, and its gradient comes back in float32 through the cast, as of the others.
+FSDP2 casts the parameters that it gathers. Others stay out of its units: parameters without dims, parameters of several units,
+and parameters that a model also reaches outside its modules. They are cast here, once in each forward, for every torch function
+that uses one. Between steps such a parameter is float32, and the cast's backward gives it a float32 gradient.
 
-Over tp the SPMD mode hands out local parts of parameters, and casts these (runtime/local_parameters.py); this is for plans
-without tp.
+This is for plans without tp. With tp, the SPMD mode provides the local parts of parameters and casts them
+(runtime/local_parameters.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshwright.spmd.torch_functions import OF_ITSELF
 
 
 def half_type(recipe: Recipe) -> torch.dtype | None:
-    """The half type that a recipe computes in, if it does."""
+    """The half type in which a recipe computes; None if it computes in full precision."""
     return getattr(torch, recipe.precision) if recipe.precision in ("bfloat16", "float16") else None
 
 
 def as_computed(x: Tensor, line: ParameterRecipe, low: torch.dtype | None) -> Tensor:
-    """A parameter in the type that is computed in, if FSDP2, which does that for the others, leaves it as it is."""
+    """A parameter cast to ``low`` if FSDP2 does not gather, and so not cast it; else unchanged."""
     return x.to(low) if _is_cast(x, line, low) else x
 
 
@@ -38,22 +38,23 @@ def _is_cast(x: Tensor, line: ParameterRecipe, low: torch.dtype | None) -> bool:
 
 
 class Halves(FunctionMode):
-    """Torch functions get these parameters in a half type.
+    """A function mode that replaces parameters among the arguments of torch functions by casts to a half type.
 
     Args:
-        parameters: that FSDP2 does not gather; floating ones that are wider than ``low``.
-        low: what is computed in.
+        parameters: floating-point parameters that FSDP2 does not gather and that are wider than ``low``.
+        low: the half type.
     """
 
     def __init__(self, parameters: Iterable[Tensor], low: torch.dtype) -> None:
         super().__init__()
         self._low = low
         self._wide = {id(p): p for p in parameters}
-        self._casts: dict[tuple[int, bool], Tensor] = {}  # of this forward: with a graph, and without
+        # This forward's casts: (id of a parameter, grad mode) → its cast.
+        self._casts: dict[tuple[int, bool], Tensor] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """For the time of a forward, or of a backward that repeats parts of one."""
+        """Wraps a forward, or a backward that recomputes parts of one."""
         try:
             with self, custom_functions(self._custom), scripted_functions(self._custom):
                 yield
@@ -80,7 +81,7 @@ class Halves(FunctionMode):
         if not isinstance(x, Tensor) or self._wide.get(id(x)) is not x:
             return x
         if transforming() or torch.is_inference_mode_enabled():
-            return x.to(self._low)  # it belongs to the transform
+            return x.to(self._low)  # not cached: the cast belongs to the transform
         key = id(x), torch.is_grad_enabled()
         half = self._casts.get(key)
         if half is None:
@@ -90,7 +91,7 @@ class Halves(FunctionMode):
 
 
 def halves(parameters: Iterable[tuple[str, Tensor]], recipe: Recipe) -> Halves | None:
-    """The mode for a model's parameters, by their names; None if FSDP2 casts all of them."""
+    """The mode for a model's parameters, given as (name, parameter); None if FSDP2 casts all of them."""
     low = half_type(recipe)
-    own = [p for name, p in parameters if _is_cast(p, recipe.by_name[name], low)]
-    return Halves(own, low) if own and low is not None else None
+    to_cast = [p for name, p in parameters if _is_cast(p, recipe.by_name[name], low)]
+    return Halves(to_cast, low) if to_cast and low is not None else None

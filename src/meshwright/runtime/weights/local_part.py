@@ -1,7 +1,7 @@
-"""What a rank holds of a parameter, to be computed with, and how its gradient becomes the parameter's.
+"""``local_part``: a parameter's local tensor for a forward. ``HandOver``: makes its gradient the gradient of the parameter.
 
-parameter at rest (a DTensor)  ──local_part──►  a leaf of autograd that shares its memory
-          .grad, a DTensor     ◄──HandOver────  .grad of the leaf, once a backward has added to it
+parameter (a DTensor)     ──local_part──►  an autograd leaf that shares its memory
+     .grad, a DTensor     ◄──HandOver────  .grad of the leaf, after a backward has added to it
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.private import held_of, hooked, without_modes, wrapping
+from meshwright.private import hooked, raw_local, without_modes, wrapping
 from meshwright.runtime.weights.parameters import like, local_tensor
 from meshwright.spmd.comm import locally
 
@@ -22,19 +22,19 @@ Take = Callable[[Tensor], None]
 
 
 class HandOver:
-    """Gives parameters the gradients that have come to their local parts.
+    """Moves gradients from local parts to their parameters, in one of two ways:
 
-    at once       as each comes: a hook of FSDP2's, or of a person's, that waits for a gradient finds the parameters'
-    together      at the end of a backward: one loop, where each hook would find the caches full of the backward's own. Not
-                  where the first parameter has a gradient already: that of each is added at once, so that no second set
-                  of gradients takes memory
+    at once     when each gradient is ready, so that hooks of FSDP2 or of a person that wait for it find it on the parameter
+    together    in one loop at the end of a backward. It is faster: within a backward, each hook would run with cold caches.
+                If the first parameter already has a gradient, all are added at once instead, so that no second set of
+                gradients takes memory.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Take, Tensor]] | None = None
 
     def hook(self, p: DTensor) -> Take:
-        """What the local part of a parameter is to call when a backward has added to its gradient."""
+        """The hook for a parameter's local part, to be called after a backward has added to the part's gradient."""
         take = _taking(p)
 
         def arrived(local: Tensor) -> None:
@@ -42,7 +42,7 @@ class HandOver:
             if waiting:
                 waiting.append((take, local))
                 return
-            with without_modes():  # in a backward the SPMD mode is on, and would look at every function
+            with without_modes():  # the SPMD mode is on in a backward; it would handle every function here
                 if waiting is not None and p.grad is None:
                     waiting.append((take, local))
                 else:
@@ -53,7 +53,8 @@ class HandOver:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For the time of a backward that makes no graph of its own, nobody looks at the gradients of parameters."""
+        """Wraps a backward without ``create_graph`` during which nobody reads the parameters' gradients: they are moved at its
+        end."""
         self._waiting = waiting = list[tuple[Take, Tensor]]()
         try:
             yield
@@ -65,35 +66,35 @@ class HandOver:
 
 
 def _taking(p: DTensor) -> Take:
-    """What makes the gradient of a local part the parameter's, or adds it. Every gradient of every step passes here."""
+    """A function that moves a local part's gradient to the parameter, or adds it. It runs for every gradient of every step."""
     wrapped, dtype = wrapping(p), p.dtype
 
     def take(local: Tensor) -> None:
         g = local.grad
         if g is None:
-            return  # a function took the parameter, and gave no gradient by it
+            return  # the backward of a function that used the parameter returned None for it
         local.grad = None
         kind: Any = getattr(p, "grad_dtype", None)
         if kind is not None and kind != g.dtype:
-            g = g.to(kind)  # as autograd does, where FSDP2 has a parameter add up in another type
+            g = g.to(kind)  # as autograd does, if FSDP2 accumulates a parameter's gradients in another dtype
         before: Any = p.grad
         if before is None:
             p.grad = like(p, g) if g.requires_grad or g.dtype != dtype else wrapped(g.contiguous())
         elif torch.is_grad_enabled():
             p.grad = like(p, local_tensor(before) + g)
         else:
-            held_of(before).add_(g)
+            raw_local(before).add_(g)
 
     return take
 
 
 @locally
 def local_part(p: DTensor, gradients: HandOver) -> Tensor:
-    """What this rank holds of a parameter on the tp mesh, to be computed with: a leaf of autograd that shares its memory.
+    """The local tensor of a parameter on the tp mesh, as an autograd leaf that shares its memory. Called once for a parameter.
 
-    Gradients add up there as for any parameter (one that others have too, of ``a + b`` both, is copied), and ``gradients``
-    hands them to ``p`` as DTensors of its own shape and strides. Made once; a parameter with hooks of its own, which a leaf
-    would go round, is part of the graph itself.
+    Gradients accumulate on the leaf as on any parameter, and ``gradients`` moves them to ``p`` as DTensors with the shape and
+    strides of ``p``. If ``p`` has hooks, which a leaf would bypass, the result is a function of ``p`` in the autograd graph
+    instead.
     """
     with torch.no_grad():
         local = p.to_local().detach()  # detached: the model may write to it and go on with it
@@ -112,7 +113,7 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: DTensor) -> Tensor:
         ctx.parameter = p
-        ctx.set_materialize_grads(False)  # none stays none
+        ctx.set_materialize_grads(False)  # a missing gradient stays None
         return p.to_local().detach()
 
     @staticmethod
@@ -120,7 +121,7 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None) -> Any:
         if g is None:
             return None
-        # Its own: autograd copies a gradient that others have too, but does not see through a DTensor that it is one.
+        # A copy: autograd copies a gradient tensor that has other users, but cannot see such users of the tensor in a DTensor.
         return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 

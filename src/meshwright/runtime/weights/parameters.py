@@ -1,9 +1,9 @@
-"""Parameters: cut on meta, before anything holds them; filled at the end, slice by slice.
+"""Parameters: sharded on meta, before memory is allocated; filled at the end, one slice at a time.
 
-At rest a parameter is a DTensor over the tp mesh (whole ones replicated, so that all stand on one mesh), which FSDP2 then
-shards over the data axes. Its local tensor is the recipe's slice: for a cut of fused blocks that is not what DTensor's
-``Shard`` means by a slice, so whole values are always put together from the recipe (runtime/weights/gather.py), never by
-``full_tensor()`` (which is right for every parameter of one block in even shares).
+Between steps a parameter is a DTensor over the tp mesh (parameters that are not sharded are replicated, so that all are on one
+mesh), which FSDP2 then shards over the data axes. Its local tensor is the slice in the recipe. For fused blocks this is not the
+slice of DTensor's ``Shard``. So full tensors are always assembled by the recipe (runtime/weights/gather.py), never by
+``full_tensor()``, which is right only for parameters of one block in even shares.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from meshwright.runtime.groups import Groups
 
 Values = Callable[[ParameterRecipe], Tensor]
 Allocated = Callable[[Tensor, torch.device], Tensor]
-"""A tensor, and a device → the same there; of one on meta, memory of its shape."""
+"""(tensor, device) → the tensor on that device; for a tensor on meta, uninitialized memory of its shape."""
 Attributes = Mapping[str, Mapping[str, Any]]
 """Parameter → its attributes, by name."""
 StandIns = dict[int, tuple[Tensor, DTensor]]
-"""Identity of an object that a model has elsewhere than in its modules → that object, the parameter that stands there."""
+"""id of a Parameter that a model also reaches outside its modules → (this object, the parameter that replaces it in
+modules)."""
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place a parameter stands at: (full name, module, name in it, parameter); tied ones at each place."""
+    """Every attribute of a module that holds a parameter: (full name, module, attribute, parameter). Tied ones occur several
+    times."""
     for prefix, module in model.named_modules(remove_duplicate=True):
         for name, p in module._parameters.items():
             if p is not None:
@@ -39,11 +41,11 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 
 
 class Standing:
-    """Parameters of a model by their names, as they stand in it now: FSDP2 puts other objects in their places while a unit is
-    gathered. Each is one look-up; a walk over the model is not.
+    """The current Parameter objects of a model, by name. FSDP2 replaces the objects while a unit is gathered, so they are
+    looked up at each use; one look-up each, without a walk over the model.
 
     Args:
-        names: of those that are asked for.
+        names: the names that will be looked up.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -56,48 +58,49 @@ class Standing:
         return p
 
     def each(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """Those of some names, in this order. Every step asks, so they are looked up in the tables of modules."""
+        """The parameters of these names, in order. Reads the modules' dicts, which is faster than attributes: every step
+        does it."""
         at = map(self._at.__getitem__, names)
-        found = ((module._parameters.get(key), module, key) for module, key in at)
-        return [getattr(module, key) if p is None else p for p, module, key in found]
+        candidates = ((module._parameters.get(key), module, key) for module, key in at)
+        return [getattr(module, key) if p is None else p for p, module, key in candidates]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """The attributes that a model has put on its parameters (``p._no_weight_decay = True``), of those that have some."""
-    own = ((name, dict(vars(p))) for name, p in model.named_parameters())
-    return {name: attributes for name, attributes in own if attributes}
+    """Parameter → its attributes (``p._no_weight_decay = True``), for parameters that have some."""
+    every = ((name, dict(vars(p))) for name, p in model.named_parameters())
+    return {name: attributes for name, attributes in every if attributes}
 
 
 def give_attributes(model: nn.Module, attributes: Attributes) -> None:
-    """Puts them on the parameters that have been put in the place of those: optimizers and forwards look for them there."""
+    """Sets ``attributes`` on the parameters that are in the model now: optimizers and forwards read them there."""
     for name, p in model.named_parameters():
         vars(p).update(attributes.get(name, {}))
 
 
 def make_gradients_dense(model: nn.Module) -> None:
-    """Tables whose gradients would be sparse give the same as dense ones: neither FSDP2 nor DTensor knows sparse gradients."""
+    """Turns ``sparse`` off on embeddings, whose gradients are then dense: neither FSDP2 nor DTensor has sparse gradients."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
 
 
 def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-    """Replaces every parameter (on meta) by a DTensor over the tp mesh, of this rank's shape; ties are kept."""
+    """Replaces every parameter (on meta) by a DTensor over the tp mesh with this rank's local shape. Tied ones stay tied."""
     if recipe.mesh.axis_size("tp") == 1:
         return
-    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
     for name, module, key, p in list(places(model)):
         line = recipe.by_name[name]
         if not recipe.holds(line, groups.rank):
             continue
-        if id(p) not in made:
-            made[id(p)] = _at_rest(p, line, recipe, groups)
-        setattr(module, key, made[id(p)])
+        if id(p) not in replaced:
+            replaced[id(p)] = _at_rest(p, line, recipe, groups)
+        setattr(module, key, replaced[id(p)])
 
 
 def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
     placement = dtensor.Shard(line.tp.dim) if isinstance(line.tp, Shard) else dtensor.Replicate()
-    # What several places share, some of which this rank may not be of, stands whole on the trunk's ranks.
+    # Parameters that several branches use are replicated on all ranks.
     place = line.place if len(line.places) == 1 else 0
     at = recipe.places.at(groups.rank, place)
     assert at is not None
@@ -109,24 +112,22 @@ def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Gro
 
 
 def allocate(model: nn.Module, recipe: Recipe, groups: Groups, allocated: Allocated) -> None:
-    """Gives what this rank holds memory, and no values yet; buffers move to the device.
-
-    ``allocated``: (tensor, device) → the same on the device; of one on meta, memory of its shape.
-    """
-    made: dict[int, nn.Parameter] = {}
+    """Allocates memory for this rank's parameters, without values, and moves buffers to the device."""
+    replaced: dict[int, nn.Parameter] = {}
     elsewhere = {id(p) for name, _, _, p in places(model) if not recipe.holds(recipe.by_name[name], groups.rank)}
-    # replace_tensors would untie plain parameters: it makes each place anew.
+    # ``replace_tensors`` would untie plain parameters, as it makes a new one for each attribute.
     plain = {id(p) for _, _, _, p in places(model) if p.is_meta and not isinstance(p, DTensor)}
     replace_tensors(model, lambda t: t if id(t) in plain or id(t) in elsewhere else allocated(t, groups.device))
     for _, module, key, p in list(places(model)):
         if id(p) in plain and id(p) not in elsewhere:
-            if id(p) not in made:
-                made[id(p)] = nn.Parameter(allocated(p.detach(), groups.device), requires_grad=p.requires_grad)
-            setattr(module, key, made[id(p)])
+            if id(p) not in replaced:
+                replaced[id(p)] = nn.Parameter(allocated(p.detach(), groups.device), requires_grad=p.requires_grad)
+            setattr(module, key, replaced[id(p)])
 
 
 def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values | None) -> None:
-    """Fills what this rank holds, one parameter at a time; with no numbers (nan), where values come later."""
+    """Fills this rank's parameters, one at a time. ``values``: line → the full tensor; None: fill with nan, as values are
+    loaded later."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for line in recipe.held_by(groups.rank):
@@ -138,9 +139,13 @@ def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values | None
 
 
 def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
-    """Makes parameters the objects again that they were before, as the model has these elsewhere, too.
+    """Puts the original Parameter objects back into modules, because the model also reaches them outside its modules.
 
-    Returns what stands in the place of those that cannot be (a DTensor is of another kind).
+    Args:
+        objects: parameter's name → the original object.
+
+    Returns:
+        The replacements of those that cannot be put back, because the parameter is a DTensor now.
     """
     named, every = dict(model.named_parameters(remove_duplicate=False)), list(places(model))
     stand_ins: StandIns = {}
@@ -157,18 +162,18 @@ def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
 
 
 def on_device(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; of one on meta, memory of its shape."""
+    """The tensor on a device; for a tensor on meta, uninitialized memory of its shape."""
     return torch.empty_like(t, device=device) if t.is_meta else t.to(device)
 
 
 def zero_gradient(p: Tensor) -> Tensor:
-    """A gradient of zeros of a parameter, of the type that its gradients have: another than its own, if FSDP2 or whoever made
-    it said so (``Tensor.grad_dtype``, which torch has from 2.13 on at the latest)."""
+    """A gradient of zeros for a parameter, in the dtype of its gradients: ``Tensor.grad_dtype`` if it is set (torch has it from
+    2.13 on at the latest), else the parameter's."""
     return torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
 
 
 def like(p: DTensor, local: Tensor) -> DTensor:
-    """A local tensor as a DTensor of a parameter's own shape, strides and mesh.
+    """A local tensor as a DTensor with a parameter's shape, strides and mesh.
 
     ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ
     from the parameter's, and autograd copies it into a tensor of the wrong local shape.
@@ -179,5 +184,5 @@ def like(p: DTensor, local: Tensor) -> DTensor:
 
 
 def local_tensor(p: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient."""
+    """The local tensor of a parameter or gradient."""
     return p.to_local() if isinstance(p, DTensor) else p

@@ -1,9 +1,9 @@
-"""``refused``: torch's functions that take one number of all gradients raise an error if a rank holds some of them alone.
-``scaled_together``: a ``GradScaler``, which asks one question of all gradients, is answered for those of all ranks.
+"""``refused``: torch functions that compute one number from all gradients raise an error if a rank holds only some gradients.
+``scaled_together``: a ``GradScaler`` skips a step if a gradient on any rank is not finite.
 
-A model in parts has its parameters on several ranks: each stage of a pipeline and each branch holds its own.
-``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` would take each rank's norm for that of the model, and
-``torch.optim.LBFGS`` each rank's direction.
+A model in parts has its parameters on several ranks: each stage of a pipeline and each branch has its own.
+``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` would clip by each rank's own norm, and ``torch.optim.LBFGS`` would
+use each rank's own direction.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from meshwright.spmd import patches
 
 
 def refused(owner: object, gradients: Callable[[Any], Iterable[Tensor]]) -> None:
-    """From here on, until ``owner`` has gone, those functions refuse its gradients.
+    """Makes these functions refuse the gradients of ``owner``, as long as ``owner`` lives.
 
     Args:
-        owner: what knows the gradients of a job; it is not kept alive by this.
-        gradients: those of an owner, as they are now.
+        owner: an object of the job; this does not keep it alive.
+        gradients: owner → its current gradients.
     """
     alive = weakref.ref(owner)
 
-    def check(what: str, tensors: Iterable[Tensor], fix: str) -> None:
-        held = alive()
-        own = set() if held is None else {id(gradient) for gradient in gradients(held)}
-        if any(id(tensor) in own for tensor in tensors):
-            raise PlanError([_finding(what, fix)], "these gradients")
+    def check(function: str, tensors: Iterable[Tensor], fix: str) -> None:
+        job = alive()
+        of_job = set() if job is None else {id(gradient) for gradient in gradients(job)}
+        if any(id(tensor) in of_job for tensor in tensors):
+            raise PlanError([_finding(function, fix)], "these gradients")
 
-    def norm(what: str, fix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def norm(function: str, fix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
             def refusing(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-                check(what, tensors, fix)
+                check(function, tensors, fix)
                 return plain(tensors, *args, **kwargs)
 
             return refusing
 
-        return of
+        return wrap
 
     def flat(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def of(optimizer: Any) -> Any:
-            own = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            check("torch.optim.LBFGS", own, "an optimizer that treats each parameter by itself, as torch.optim.AdamW")
+        def refusing(optimizer: Any) -> Any:
+            grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            check("torch.optim.LBFGS", grads, "an optimizer that treats each parameter by itself, as torch.optim.AdamW")
             return plain(optimizer)
 
-        return of
+        return refusing
 
     stack = _entered(
         patches.CLIPPED_NORM.on(norm("torch.nn.utils.clip_grad_norm_", "job.clip_grad_norm_(max_norm)")),
@@ -64,28 +64,30 @@ def refused(owner: object, gradients: Callable[[Any], Iterable[Tensor]]) -> None
 
 
 def scaled_together(owner: object, parameters: Callable[[Any], Iterable[Tensor]], device: torch.device) -> None:
-    """From here on, until ``owner`` has gone, a ``GradScaler`` of a job's optimizer leaves out a step on all ranks alike: one
-    of them alone may hold the gradient that is not finite. ``unscale_``, or ``step``, is collective then.
+    """Makes a ``GradScaler`` skip a step of the job's optimizer on all ranks if a gradient on one rank is not finite, as
+    long as ``owner`` lives. ``unscale_``, or ``step``, is then collective.
 
     Args:
-        parameters: those of an owner, of which each rank has some.
+        owner: an object of the job; this does not keep it alive.
+        parameters: owner → its parameters on this rank.
+        device: where the ranks exchange whether a gradient is not finite.
     """
     alive = weakref.ref(owner)
 
-    def asked(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def of(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            found, held = plain(scaler, optimizer, *args, **kwargs), alive()
-            own = set() if held is None else set(map(id, parameters(held)))
-            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                return found
-            here = [flag.to(device) for flag in found.values()]
-            not_finite = torch.stack([torch.zeros((), device=device), *(flag.reshape(()) for flag in here)]).max()
+    def over_all_ranks(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            flags, job = plain(scaler, optimizer, *args, **kwargs), alive()
+            of_job = set() if job is None else set(map(id, parameters(job)))
+            if not any(id(p) in of_job for group in optimizer.param_groups for p in group["params"]):
+                return flags
+            local_flags = [flag.to(device).reshape(()) for flag in flags.values()]
+            not_finite = torch.stack([torch.zeros((), device=device), *local_flags]).max()
             dist.all_reduce(not_finite, dist.ReduceOp.MAX)
             return {device: not_finite.reshape(1)}
 
-        return of
+        return unscale
 
-    weakref.finalize(owner, _entered(patches.UNSCALED.on(asked)).close).atexit = False
+    weakref.finalize(owner, _entered(patches.UNSCALED.on(over_all_ranks)).close).atexit = False
 
 
 def _entered(*contexts: Any) -> ExitStack:
@@ -95,9 +97,9 @@ def _entered(*contexts: Any) -> ExitStack:
     return stack
 
 
-def _finding(what: str, fix: str) -> Finding:
+def _finding(function: str, fix: str) -> Finding:
     return Finding(
-        where=what,
+        where=function,
         given="gradients of a model that stands in parts (pipeline stages, or branches), of which this rank holds some",
         required="all gradients of the model: it takes one number of them together",
         fix=fix,

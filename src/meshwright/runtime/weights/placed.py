@@ -1,9 +1,12 @@
-"""``Placed``: the parameters that a job put into its model, and whether they are still what stands there.
+"""``Placed``: the parameters that a job put into its model, and whether the model still has them.
 
-A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). What is lost unseen is
-another parameter in the place of one: FSDP2 goes on with its own, a gradient of one that no plan knows is reduced by nobody,
-and a DTensor does not take over what is assigned to its ``data``; and another class of a module, or, of a model in parts,
-another forward: its calls were wrapped.
+A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). But some changes would be
+lost without an error, so ``check`` finds them:
+
+    a parameter is replaced        FSDP2 goes on with its own; nobody reduces the gradient of a new one
+    ``p.data = …`` of a DTensor    it keeps its old values
+    a module's class is changed    its calls are wrapped, and go to the old class's forward
+    a module's forward is changed  in a model in parts: stages and branches run the recorded parts of the old one
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Finding, Findings
-from meshwright.private import any_backward_hooks, each_held, held_of, storage_of, storages_of
+from meshwright.private import any_backward_hooks, raw_local, raw_locals, storage_of, storages_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import places
@@ -26,11 +29,11 @@ class Placed:
     """The parameters of a model, as a job placed them.
 
     Args:
-        model: with its parameters laid out, at rest.
+        model: the model, with sharded parameters, between steps.
 
     Attributes:
-        same: the same object for as long as the parameters are the same, what this rank holds of each is, and whether each
-            is trained: what was looked up of them still holds. None where FSDP2 puts others in their place during a forward.
+        same: a token. It stays the same object as long as the parameters, their local tensors and their ``requires_grad`` are
+            unchanged, so that facts about them may be cached. None if FSDP2 replaces parameters during a forward.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
@@ -39,7 +42,7 @@ class Placed:
         self._note()
 
     def _note(self) -> None:
-        """What stands in the model now is what it is compared with from here on."""
+        """Takes the model's current parameters, classes and forwards as the reference for later checks."""
         self._each = modules = list(self._model.modules())
         self._classes = [*map(type, modules)]
         self._forwards = self._forwards_now()
@@ -54,12 +57,12 @@ class Placed:
         self._note_held()
 
     def _note_held(self) -> None:
-        self._held_then, self._trains = each_held(self._dtensors), [*map(_TRAINS, self._dtensors)]
+        self._held_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
         self.same = None if self._by_fsdp else object()
 
     def check(self) -> None:
-        """Raises PlanError with every parameter that was replaced since, and every module that got another class or forward.
-        FSDP2's are at rest."""
+        """Raises PlanError with every parameter that was replaced, and every module whose class or forward was changed. Called
+        between steps, when no unit is gathered."""
         same = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
             same
@@ -89,7 +92,7 @@ class Placed:
         self._note()
 
     def _forwards_now(self) -> list[object]:
-        """What stands on each module in place of its class's forward, of a model in parts."""
+        """The ``forward`` attribute of each module itself, which hides the class's; only for a model in parts."""
         return [vars(m).get("forward") for m in self._each] if self._recipe.in_parts else []
 
     def have_backward_hooks(self) -> bool:
@@ -97,8 +100,8 @@ class Placed:
         return any_backward_hooks(self._each)
 
     def _holds_the_same(self) -> bool:
-        held = map(is_, each_held(self._dtensors), self._held_then)
-        return all(held) and [*map(_TRAINS, self._dtensors)] == self._trains
+        same_tensors = map(is_, raw_locals(self._dtensors), self._held_then)
+        return all(same_tensors) and [*map(_TRAINS, self._dtensors)] == self._trains
 
     def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
         line = self._recipe.by_name.get(name)
@@ -149,20 +152,19 @@ def _of_another_forward(name: str) -> Finding:
 
 
 def _contents(tables: Sequence[dict[str, nn.Parameter | None]]) -> tuple[list[int], list[str], list[int]]:
-    """How many parameters each table has, their names, and which objects they are. Every step asks this: three lists of
-    the whole model are made and compared without a look at each parameter in Python."""
+    """(number of parameters in each table, their names, ids of their objects). Every step compares these three lists, which
+    needs no Python code for each parameter."""
     objects = chain.from_iterable(table.values() for table in tables)
-    names = chain.from_iterable(
-        table.keys() for table in tables
-    )  # those of torch.jit are no dicts, and know their keys
+    # (``keys()``, since tables of torch.jit are no dicts.)
+    names = chain.from_iterable(table.keys() for table in tables)
     return [*map(len, tables)], [*names], [*map(id, objects)]
 
 
 def _alike(p: Tensor, before: Tensor) -> bool:
-    """Whether a parameter can stand in the place of another."""
+    """Whether a parameter has the same type, layout, shape and device as another, so that it can replace it."""
     if isinstance(p, DTensor) and isinstance(before, DTensor):
         layouts = p.device_mesh == before.device_mesh and p.placements == before.placements
-        return layouts and held_of(p).shape == held_of(before).shape
+        return layouts and raw_local(p).shape == raw_local(before).shape
     return type(p) is type(before) and p.shape == before.shape and p.device == before.device
 
 

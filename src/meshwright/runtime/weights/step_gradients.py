@@ -1,13 +1,14 @@
-"""``StepGradients``: the gradients that a step adds, made to be those of one device.
+"""``StepGradients``: makes the gradients that a step adds equal to those of one device.
 
-    before the step   .grad of earlier steps is put aside      so .grad is what this step adds, on this rank
-    after the step    .grad is summed over ranks               if nothing else does that (gradient_sums.py)
-                      it is divided                            if every data rank has run all rows
-                      hooks of the parameter are called        with the whole gradient, as on one device
-                      and added to what was put aside
+    before the step   .grad of earlier steps is put aside      so .grad holds only this step's gradient, on this rank
+    after the step    .grad is summed over ranks               if FSDP2 does not do it (gradient_sums.py)
+                      .grad is divided                         if every data rank has run all rows
+                      hooks of the parameter are called        with the full gradient, as on one device
+                      .grad is added to the earlier gradient
 
-So calls of ``Job.step`` add up, as backwards do on one device. Putting aside costs memory between two such calls only, and
-only for the parameters of which something is done; after ``zero_grad()`` there is nothing to put aside.
+So gradients of several calls of ``Job.step`` add up, as those of several backwards do on one device. The earlier gradients take
+extra memory only during a step, and only for parameters that need one of the actions above; after ``zero_grad()`` there are
+none.
 """
 
 from __future__ import annotations
@@ -28,47 +29,50 @@ from meshwright.runtime.weights.gradient_sums import OwnSums
 from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
-"""The hooks of a parameter, in the order in which they are called."""
+"""The hooks of a parameter, in the order of their calls."""
 
 
 def take_hooks(model: nn.Module) -> dict[str, Hooks]:
-    """The hooks that a model has put on its parameters (``p.register_hook``), by the first name; the parameters have them no
-    more. The handles that the model may keep still remove them."""
-    taken = ((name, take_backward_hooks(p)) for name, p in model.named_parameters())
-    return {name: hooks for name, hooks in taken if hooks}
+    """Removes the hooks that a model has registered on its parameters (``p.register_hook``) and returns them: parameter →
+    hooks.
+
+    Handles that the model keeps can still remove a hook.
+    """
+    every = ((name, take_backward_hooks(p)) for name, p in model.named_parameters())
+    return {name: hooks for name, hooks in every if hooks}
 
 
 class StepGradients:
-    """What is done with the gradients of a step, at its end.
+    """Sums, divides and accumulates the gradients of a step, and calls hooks of parameters.
 
     Args:
-        hooks: of parameters, by name; alike on every rank.
+        hooks: parameter → its hooks; the same parameters on every rank.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, hooks: Mapping[str, Hooks]) -> None:
         self._recipe, self._groups = recipe, groups
         self._sums = OwnSums(model, recipe, groups)
         self._hooks = {name: [of_build] for name, of_build in hooks.items()}
-        self._held = [line.name for line in recipe.held_by(groups.rank)]
+        self._names_here = [line.name for line in recipe.held_by(groups.rank)]
         self._standing = Standing(model, [line.name for line in recipe.parameters])
-        self._note_own()
+        self._update_needs_action()
 
-    def _note_own(self) -> None:
-        self._own = [name for name in self._held if name in self._sums.groups or name in self._hooks]
+    def _update_needs_action(self) -> None:
+        self._needs_action = [name for name in self._names_here if name in self._sums.groups or name in self._hooks]
 
     # --- hooks that a person puts on parameters after the job was made ------------------------------------------------
 
     def has_new_hooks(self) -> bool:
-        """Whether parameters of this rank have got hooks. Nobody calls them if FSDP2 takes a parameter's place; else they
-        would get gradients of some rows."""
+        """Whether a person has registered hooks on this rank's parameters. Torch would call them with gradients of some rows
+        only, or not at all if FSDP2 replaces the parameter."""
         with without_modes():
-            return any_hooked(self._standing.each(self._held))
+            return any_hooked(self._standing.each(self._names_here))
 
     def hooked(self) -> tuple[str, ...]:
-        """The parameters that have got hooks, of other ranks too.
+        """The names of all parameters with new hooks, also of parameters on other ranks.
 
         Raises:
-            PlanError: one of ``register_post_accumulate_grad_hook``.
+            PlanError: a hook was registered by ``register_post_accumulate_grad_hook``.
         """
         named = [(line.name, self._standing[line.name]) for line in self._recipe.parameters]
         if waiting := [name for name, p in named if awaits_gradient(p)]:
@@ -82,24 +86,23 @@ class StepGradients:
         return tuple(name for name, p in named if hooked(p))
 
     def take_hooks(self, names: Collection[str]) -> None:
-        """Hooks of these parameters are called at the end of each step from now on. ``names``: the same on all ranks."""
+        """Moves the hooks of these parameters here; they are called at the end of each step. ``names``: equal on all ranks."""
         for name in names:
             self._hooks.setdefault(name, []).append(take_backward_hooks(self._standing[name]))
-        self._note_own()
+        self._update_needs_action()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
-        """For the time of a step.
-
-        Collective, unless the step raises; then earlier gradients are put back, with what this rank has added.
+        """Wraps a step. Collective at its end, unless the step raises: then this rank's gradients are added to the earlier ones
+        as they are.
 
         Args:
             copies: how many data ranks run the same rows.
             microbatches: how many backwards this rank runs.
         """
-        names = self._held if copies > 1 else self._own
+        names = self._names_here if copies > 1 else self._needs_action
         earlier = {name: grad for name in names if (grad := self._standing[name].grad) is not None}
         for name in earlier:
             self._standing[name].grad = None
@@ -117,17 +120,17 @@ class StepGradients:
 
     @torch.no_grad()
     def _call_hooks(self) -> None:
-        for name, taken in self._hooks.items():
+        for name, registered in self._hooks.items():
             line, p = self._recipe.by_name[name], self._standing[name]
-            held = self._recipe.holds(line, self._groups.rank)
-            local = local_tensor(p.grad) if held and p.grad is not None else None
+            is_here = self._recipe.holds(line, self._groups.rank)
+            local = local_tensor(p.grad) if is_here and p.grad is not None else None
             whole = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
             if whole is None:
-                continue  # no rank has a gradient: neither would one device
-            for hook in [hook for hooks in taken for hook in hooks.values()]:
+                continue  # no rank has a gradient, so one device would have none
+            for hook in [hook for hooks in registered for hook in hooks.values()]:
                 changed = hook(whole)
                 whole = whole if changed is None else changed
-            if held:
+            if is_here:
                 mine = take_slices(whole, self._recipe.held(line, self._groups.rank))
                 p.grad = zero_gradient(p) if p.grad is None else p.grad
                 local_tensor(p.grad).copy_(mine)
@@ -141,7 +144,7 @@ def _divide(p: nn.Parameter, copies: int) -> None:
 
 @torch.no_grad()
 def _add_to(earlier: Tensor, p: nn.Parameter) -> None:
-    """Adds a parameter's gradient to an earlier one, which is its gradient from then on: the same tensor as before."""
+    """Adds a parameter's gradient to ``earlier`` in place, and makes ``earlier`` its gradient again."""
     if p.grad is not None:
         local_tensor(earlier).add_(local_tensor(p.grad))
     p.grad = earlier

@@ -1,14 +1,15 @@
-"""Parameters that get a gradient on some data ranks only, because a value decided which of them were used.
+"""``Routed``: for parameters that get a gradient on some data ranks only, because a value decides which of them are used.
 
-FSDP2 reduces, unit by unit, the gradients that are there. Ranks that disagree on which those are would reduce different
-things together, or wait for each other. So each rank fills in zeros for the parameters it did not use, just before its
-unit is reduced; and what no rank used is taken back to ``None`` after the step, as it is on one device.
+FSDP2 reduces, unit by unit, the gradients that exist. If ranks have gradients of different parameters, they would reduce
+different tensors together, or wait for each other. So each rank fills in zeros for parameters that it did not use, just before
+their unit is reduced. After the step, gradients that no rank had are set back to ``None``, as on one device.
 
-FSDP2 reduces a unit in the backward of its inputs, or after the whole backward if these have no gradient, or if nothing uses
-what the unit gave. On another rank that may be otherwise: where a rank skips the blocks before a unit, its input is the batch.
-All ranks are to reduce in the same order. So FSDP2 does not follow the inputs of units here (``Unit.follows_inputs``). The
-forward of a unit begins with a node that the backward begins from, too, and that reduces the unit. Autograd runs, of what is
-ready, what was made last: this node comes after those of the unit's own forward, and before those of the units before it.
+FSDP2 reduces a unit in the backward of its inputs; or after the whole backward, if the inputs have no gradient or nothing uses
+the unit's result. This may differ between ranks: on a rank that skips the blocks before a unit, the unit's input is the batch.
+But all ranks must reduce in one order. So FSDP2 does not follow the inputs of units here (``Unit.follows_inputs``).
+Instead, the forward of a unit first makes a node from which the backward also begins, and which reduces the unit. Of the
+nodes that are ready, autograd runs the newest first: so this node runs after those of the unit's own forward, and before
+those of earlier units.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from meshwright.runtime.weights.parameters import zero_gradient
 
 
 class _End(torch.autograd.Function):
-    """The end of a unit's backward, where its forward begins. Its value is nothing's."""
+    """A node made at the begin of a unit's forward, whose backward reduces the unit. Its value is not used."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, unit: FSDPModule) -> Tensor:
@@ -44,13 +45,14 @@ class _End(torch.autograd.Function):
 
 
 class Routed:
-    """Makes every rank reduce the same set of gradients, in the same order. Made once, after ``fully_shard``."""
+    """Makes every rank reduce the same gradients in the same order. Created once, after ``fully_shard``."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
         self._groups, self._sync = groups, sync
         self._filled: set[int] = set()
-        self._used: set[int] = set()  # had a gradient in one reduction: a unit that is called twice is reduced twice
-        self._earlier: set[int] = set()  # those that have a gradient of an earlier step
+        # Had a gradient in at least one reduction: a unit that is called twice is reduced twice.
+        self._used: set[int] = set()
+        self._earlier: set[int] = set()  # had a gradient before the step
         self._count = len(recipe.parameters)
         numbers = {line.name: i for i, line in enumerate(recipe.parameters)}
         named = {id(p): numbers[recipe.by_name[n].name] for n, p in model.named_parameters()}
@@ -70,12 +72,12 @@ class Routed:
         if (p := without_gradient(fsdp_param)) is None:
             self._used.add(id(fsdp_param))
             return
-        with without_modes():  # a backward may run under the view, to make activations again
+        with without_modes():  # a backward that recomputes activations runs under the SPMD mode
             p.grad = zero_gradient(p)
         self._filled.add(id(fsdp_param))
 
     def _begin_unit(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A unit's forward begins with what ends its backward."""
+        """Called before a unit's forward: makes the node that ends the unit's backward."""
         if self._sync.ends is None or not torch.is_grad_enabled():
             return
         assert isinstance(module, FSDPModule)
@@ -84,11 +86,11 @@ class Routed:
             self._sync.ends.append(_End.apply(start, module))
 
     def begin(self) -> None:
-        """Before a step: gradients that are there already stay, whatever the step uses."""
+        """Called before a step: records which gradients exist already; they stay, whatever the step uses."""
         self._earlier = {id(p) for _, p in self._parameters if p.sharded_param.grad is not None}
 
     def settle(self) -> None:
-        """After a step's last backward: gradients that no rank had, in this step or before, go back to ``None``. Collective."""
+        """Called after a step's last backward: sets gradients that no rank had, now or before, back to ``None``. Collective."""
         used = [False] * self._count
         for number, fsdp_param in self._parameters:
             used[number] = id(fsdp_param) in self._used or id(fsdp_param) not in self._filled
