@@ -128,7 +128,9 @@ class Node:
             time.sleep(0.05)
 
     def reports(self) -> int:
-        return self.log.read_text(errors="replace").count("; the job ends")
+        """How often a rank said why the job ends: the watch in its report, or a job that has lost a rank in its error."""
+        text = self.log.read_text(errors="replace")
+        return text.count("; the job ends") + text.count("RankError: step")
 
 
 def losses(folder: Path) -> dict[int, str]:

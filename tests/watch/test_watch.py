@@ -120,7 +120,16 @@ def test_a_healthy_job_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mesh", ["pp=2", "dp_shard=2", "tp=2"])
-@pytest.mark.parametrize("trouble", ["sleep", "stop", "kill", "other"])
+def test_a_killed_rank_is_named_by_the_error_of_the_other(mesh: str, tmp_path: Path) -> None:
+    """Its connections are closed, so no rank waits, and the watch has nothing to report."""
+    found = trial("kill", mesh, tmp_path)
+    assert found.codes == [1, -9]
+    assert "RankError: step 3: rank 1 ended without a word" in found.output[0]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", ["pp=2", "dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("trouble", ["sleep", "stop", "other"])
 def test_every_trouble_in_every_layout(trouble: str, mesh: str, tmp_path: Path) -> None:
     found = trial(trouble, mesh, tmp_path)
     suspects = ranks_of_suspects(found.report)
@@ -128,7 +137,7 @@ def test_every_trouble_in_every_layout(trouble: str, mesh: str, tmp_path: Path) 
         assert sorted(suspects) == ["0", "1"] and "all_gather_object" in found.report and "all_reduce" in found.report
     else:
         assert suspects == ["1"]
-    assert found.codes == {"kill": [1, -9], "stop": [HANG, -9]}.get(trouble, [HANG, HANG])
+    assert found.codes == ([HANG, -9] if trouble == "stop" else [HANG, HANG])
     assert "step 3" in found.report
     if mesh == "pp=2":
         assert "stage 0" in found.report and "stage 1" in found.report

@@ -212,8 +212,8 @@ def _collective(frames: list[Frame], waits_for: Ranks) -> tuple[str, Ranks]:
         inner = inner[1:]
     if not inner:
         return "", ()
-    if inner[0].file == _TRANSFERS and inner[0].name == "_received":
-        return "receive", waits_for
+    if any(frame.file == _TRANSFERS and frame.name == "_received" for frame in inner[:2]):
+        return "receive", waits_for  # waits by a function of its own, for the timeout
     if not inner[0].file.startswith(_DISTRIBUTED):
         return ("wait", ()) if ".wait(" in inner[0].source else ("", ())
     public = inner[0]  # the outermost public function of torch.distributed
