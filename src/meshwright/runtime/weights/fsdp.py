@@ -1,4 +1,4 @@
-"""Data parallelism with shards: FSDP2 over the data axes for every unit. A replicated unit is HSDP whose shards are of one rank.
+"""Data parallelism with shards: FSDP2 over the data axes for every unit. A replicated unit is HSDP with shards of one rank.
 Without shards (``dp_replicate`` alone) the job sums gradients itself (``gradient_sums``).
 
 All reductions are sums: the loss is divided by the number of rows (runtime/rows/microbatches.py).

@@ -1,5 +1,5 @@
-"""``OwnSums``: gradients that the job sums over ranks itself: all of them, if nothing is sharded over data ranks; else those that
-FSDP2 leaves out, since it refuses parameters without dims and knows no stages or branches.
+"""``OwnSums``: gradients that the job sums over ranks itself: all of them, if nothing is sharded over data ranks; else those
+that FSDP2 leaves out, since it refuses parameters without dims and knows no stages or branches.
 
 which are used    one small collective between hosts, over all ranks: does any rank have a gradient of the parameter?
 the sums          gradients of one dtype and the same groups are summed as one tensor: one all-reduce for each group; if each
