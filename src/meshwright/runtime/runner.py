@@ -105,7 +105,7 @@ class Runner:
             return losses
         if self._routed is not None:
             self._routed.begin()
-        with self.gradients.of_this_step(pieces.copies):
+        with self.gradients.of_this_step(pieces.copies, len(pieces.batches)):
             self.stages.settle(self._placed.same, listened=self._placed.have_backward_hooks())
             try:
                 losses = self.executor.run(pieces, begin, watched, backward=True)

@@ -1,4 +1,5 @@
-"""Data parallelism: FSDP2 over the data axes for every unit. A replicated unit is HSDP whose shards are of one rank.
+"""Data parallelism with shards: FSDP2 over the data axes for every unit. A replicated unit is HSDP with shards of one rank.
+Without shards (``dp_replicate`` alone) the job sums gradients itself (``gradient_sums``).
 
 All reductions are sums: the loss is divided by the number of rows (runtime/rows/microbatches.py).
 """
@@ -24,9 +25,15 @@ from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
 def needs_fsdp(recipe: Recipe) -> bool:
-    """Whether the recipe needs FSDP2: it has several data ranks, or half precision, for which FSDP2 casts parameters."""
-    data = recipe.mesh.data_size * max((p.data for p in recipe.branches), default=1)
-    return data > 1 or recipe.precision in ("bfloat16", "float16")
+    """Whether FSDP2 has something to do: shards over data ranks; mixed precision, which comes from it; or sums over data ranks
+    beside the backward if tp, too, communicates in it (else ``buckets`` does that)."""
+    replicas, shards, tp = (_largest(recipe, axis) for axis in ("dp_replicate", "dp_shard", "tp"))
+    return recipe.precision in ("bfloat16", "float16") or shards > 1 or (replicas > 1 and tp > 1)
+
+
+def _largest(recipe: Recipe, axis: str) -> int:
+    """The size of an axis in the submesh in which it is largest."""
+    return max(recipe.places.axis_size(place, axis) for place in range(1 + len(recipe.branches)))
 
 
 def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:

@@ -1,8 +1,9 @@
-"""``OwnSums``: gradients that the job sums over ranks itself, since FSDP2 refuses parameters without dims and knows no stages
-or branches.
+"""``OwnSums``: gradients that the job sums over ranks itself: all of them, if nothing is sharded over data ranks; else those
+that FSDP2 leaves out, since it refuses parameters without dims and knows no stages or branches.
 
 which are used    one small collective between hosts, over all ranks: does any rank have a gradient of the parameter?
-the sums          gradients of one dtype and the same groups are summed as one tensor: one all-reduce for each group
+the sums          gradients of one dtype and the same groups are summed as one tensor: one all-reduce for each group; if each
+                  forward runs as a whole, bucket by bucket while the backward runs (``buckets``)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.weights.buckets import Buckets
+from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
 
 
@@ -32,6 +35,30 @@ class OwnSums:
         held = [line for line in recipe.held_by(groups.rank) if _is_summed(line, recipe)]
         self.groups = {line.name: _groups_of(line, recipe, groups) for line in held}
         self._standing = Standing(model, self.groups)
+        # FSDP2 sums all others then, or a part of a forward is no backward of the whole model.
+        self._in_buckets = bool(self.groups) and not recipe.in_parts and not needs_fsdp(recipe)
+        self._buckets: Buckets | None = None
+
+    def begin(self, microbatches: int) -> None:
+        """Before the forwards of a step, on all ranks.
+
+        Args:
+            microbatches: the number of backwards of this rank.
+        """
+        if not self._in_buckets:
+            return
+        parameters = dict(zip(self.groups, self._standing.each(self.groups), strict=True))
+        if self._buckets is None or not self._buckets.stands_for(parameters):
+            if self._buckets is not None:
+                self._buckets.close()
+            (group,) = {*self.groups.values()}.pop()  # that of dp_replicate, the only axis with ranks
+            self._buckets = Buckets(parameters, group)
+        self._buckets.begin(microbatches)
+
+    def leave(self) -> None:
+        """After a step, also one that raised: backwards from here on are not the job's."""
+        if self._buckets is not None:
+            self._buckets.leave()
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -41,19 +68,22 @@ class OwnSums:
         """
         if not self._names:
             return
+        if self._buckets is not None:
+            self._buckets.finish(self._all.on_any)
+            return
         parameters = {name: self._standing[name] for name in self.groups}
         has_gradient = [name in parameters and parameters[name].grad is not None for name in self._names]
         used = self._all.on_any(has_gradient)
-        buckets: dict[tuple[Sequence[dist.ProcessGroup], torch.dtype], list[Tensor]] = {}
+        together: dict[tuple[Sequence[dist.ProcessGroup], torch.dtype], list[Tensor]] = {}
         for name, is_used in zip(self._names, used, strict=True):
             if not is_used or name not in parameters or not parameters[name].requires_grad:
                 continue
             p = parameters[name]
             if p.grad is None:
                 p.grad = zero_gradient(p)
-            buckets.setdefault((self.groups[name], p.grad.dtype), []).append(local_tensor(p.grad))
-        # Buckets are in the order of their first parameter in the recipe, so ranks call a group's collectives in one order.
-        for (groups, _), grads in buckets.items():
+            together.setdefault((self.groups[name], p.grad.dtype), []).append(local_tensor(p.grad))
+        # In the order of the first parameter of each sum in the recipe: ranks call a group's collectives in one order.
+        for (groups, _), grads in together.items():
             _sum(grads, groups)
 
 
@@ -72,7 +102,7 @@ def _is_summed(line: ParameterRecipe, recipe: Recipe) -> bool:
     """Whether a parameter's gradient is summed by the job."""
     if recipe.in_parts and not line.requires_grad:
         return False  # (without stages and branches, a person may set ``requires_grad`` later, so it is summed)
-    over_data = line.data == "loose" and any(
+    over_data = (line.data == "loose" or not needs_fsdp(recipe)) and any(
         recipe.places.axis_size(line.place, axis) > 1 for axis in ("dp_replicate", "dp_shard")
     )
     return len(line.places) > 1 or over_data or len(recipe.owners(line)) > 1
@@ -83,7 +113,7 @@ def _groups_of(line: ParameterRecipe, recipe: Recipe, groups: Groups) -> tuple[d
     owners, over = recipe.owners(line), list[dist.ProcessGroup]()
     if len(line.places) > 1:
         over.append(groups.together[line.places])
-    elif line.data == "loose":
+    elif line.data == "loose" or not needs_fsdp(recipe):
         mesh = groups.meshes[line.place]
         over += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
     if len(owners) > 1:

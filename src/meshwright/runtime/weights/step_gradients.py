@@ -94,24 +94,27 @@ class StepGradients:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def of_this_step(self, copies: int) -> Iterator[None]:
+    def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
         """Wraps a step. Collective at its end, unless the step raises: then this rank's gradients are added to the earlier ones
         as they are.
 
         Args:
             copies: how many data ranks run the same rows.
+            microbatches: how many backwards this rank runs.
         """
         names = self._names_here if copies > 1 else self._needs_action
         earlier = {name: grad for name in names if (grad := self._standing[name].grad) is not None}
         for name in earlier:
             self._standing[name].grad = None
         try:
+            self._sums.begin(microbatches)
             yield
             self._sums.sum()
             for name in names if copies > 1 else ():
                 _divide(self._standing[name], copies)
             self._call_hooks()
         finally:
+            self._sums.leave()
             for name, grad in earlier.items():
                 _add_to(grad, self._standing[name])
 
