@@ -169,11 +169,11 @@ class LocalPrograms:
     # --- a call -----------------------------------------------------------------------------------------------------------
 
     def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mode, may_replay = _spmd_mode()
+        mode, may_replay, kinds = _spmd_mode()
         if mode is None:
             return block.forward(*args, **kwargs)
         with without_modes():
-            key, tensors = _key(args, kwargs)
+            key, tensors = _key(args, kwargs, kinds)
             variant = None if key is None else block.variant(key)
             if variant is not None and variant.bound is not None:
                 out = variant.bound(mode, tensors) if may_replay else NotImplemented
@@ -294,29 +294,38 @@ def _ends(name: str) -> list[int]:
     return [i for i, c in enumerate(name) if c == "."]
 
 
-def _spmd_mode() -> tuple[SpmdMode | None, bool]:
-    """(the SPMD mode, None if it is off or if a mode that is on forbids recording; whether all modes allow a replay)."""
-    view, passed = None, True
+def _spmd_mode() -> tuple[SpmdMode | None, bool, tuple[type, ...]]:
+    """(the SPMD mode, None if it is off or if a mode that is on forbids recording; whether all modes allow a replay; the kinds
+    of all modes)."""
+    view, passed, kinds = None, True, []
     if not modes_are_asked():
-        return None, False
+        return None, False, ()
     for i in range(function_modes()):
         mode = function_mode_at(i)
         if not isinstance(mode, FunctionMode) or not mode.may_be_recorded():
-            return None, False
+            return None, False, ()
         passed = passed and mode.may_be_passed()
+        kinds.append(type(mode))
         if type(mode) is SpmdMode:
             view = mode
-    return view, passed
+    return view, passed, tuple(kinds)
 
 
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable | None, list[Tensor]]:
-    """(the key of a call: everything on which a program depends, None if no key can hold it; the tensors of the call)."""
+def _key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], kinds: tuple[type, ...]
+) -> tuple[Hashable | None, list[Tensor]]:
+    """(the key of a call: everything on which a program depends, None if no key can hold it; the tensors of the call).
+
+    Args:
+        kinds: of the function modes that are on: losses are weighed by one that is off in a step whose microbatches have as
+            many labels each.
+    """
     _, parts, tensors = read(None, args, kwargs, None)
     if any(type(t) is GlobalTensor and t._mw_spec is None for t in tensors):
         for t in tensors:
             spec_of(t)
         _, parts, tensors = read(None, args, kwargs, None)
-    parts.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()))
+    parts.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), kinds))
     for t in tensors:
         if type(t) is GlobalTensor:
             parts.append(t._mw_local.requires_grad)
