@@ -7,8 +7,10 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
@@ -152,7 +154,19 @@ def compiled(graph: Graph) -> Function:
     space: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<a local program>", "exec"), space)
     forward = space["forward"]
+    if any(isinstance(node.target, Under) and node.target.autocast for node in graph.nodes):
+        return partial(_with_casts, forward)
     return lambda *inputs: forward(None, *inputs)
+
+
+def _with_casts(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Calls a program whose functions run under autocast. Autocast keeps the casts of parameters until the model's ``with``
+    ends, which a program does not have: kept on, they would be those of this step for ever."""
+    try:
+        return forward(None, *inputs)
+    finally:
+        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            torch.clear_autocast_cache()
 
 
 # --- a call -----------------------------------------------------------------------------------------------------------
