@@ -46,6 +46,7 @@ from meshwright.spmd.autograd_functions import (
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, aliases, is_fact, writes
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_WAVES = 1e3  # from a value to one e times as large, in radians
 _BEND = 0.01  # a value is changed by at most this share
 
 _OF_ONE = frozenset(
@@ -342,8 +343,12 @@ def _bend(t: Any, at: Any) -> Any:
 
 def _bend_stop(t: Tensor) -> Tensor:
     """``_bend`` for a value of any size: a large one (a sum over many rows) is changed by the same share as a small one (a
-    mean). Infinite values are unchanged."""
-    wave = 0.5 * _BEND * (1 + torch.sin(torch.log1p(t.abs()).clamp(max=1e3)))
+    mean). Infinite values are unchanged.
+
+    The waves are short: two means that differ by 1e-4 (of what a norm has normalized, say) are changed by different shares.
+    If the share were nearly linear between them, that of their mean would be the mean of theirs.
+    """
+    wave = 0.5 * _BEND * (1 + torch.sin(_WAVES * torch.log1p(t.abs()).clamp(max=1e3)))
     return torch.where(t == 0, _BEND, t * (1 - wave)).to(t.dtype)
 
 
