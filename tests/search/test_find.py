@@ -237,7 +237,7 @@ def test_what_the_optimizer_needs_is_not_taken_for_activations():
     assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
     estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
-    assert estimator.memory(one) == pytest.approx((pieces.kept + 8) * pieces.total_elements / 2)
+    assert estimator.memory(one) == pytest.approx((pieces.persistent + 8) * pieces.total_elements / 2)
 
 
 class TwoKinds(Tower):

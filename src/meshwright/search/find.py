@@ -248,7 +248,9 @@ class _Space:
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
             every += [some for one in every if (some := estimator.selected(one, capacity)) is not None]
-        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory)
+        return cls(
+            tuple(map(estimator.estimate, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory
+        )
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:

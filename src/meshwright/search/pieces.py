@@ -55,13 +55,15 @@ class Pieces:
         blocks: how many; 0: nothing is repeated, and ``forward.last`` is all.
         elements: of parameters that one rank of tp holds: of a block, of what comes before, of what comes after.
         tied: of ``elements``, those that stand before and after: a pipeline's last stage has a copy of them.
-        kept: bytes that live between steps, for an element.
-        held: bytes for the backward, of a block, for a row.
-        other: bytes besides at the peak of a forward and backward, as a line in the rows: without gradients, and without
-            ``unsharded``, those of the parameters that FSDP2 has gathered at that moment.
-        updating: bytes that clipping and the optimizer need besides, gradients among them, for an element.
-        update: what clipping and the optimizer call, for an element; their sizes are for a rank that holds all of it.
-        updates: how many functions they call, as a line in the blocks of a rank.
+        forward, backward: the functions and collectives of the forward and of the backward.
+        persistent: bytes per element that live between steps.
+        activations: bytes per row that a block stores for its backward.
+        other: bytes at the peak of forward and backward besides these, as a line in the rows. Neither gradients nor
+            ``unsharded`` are counted.
+        unsharded: bytes of the parameters that FSDP2 has gathered at the peak.
+        updating: temporary bytes per element in clipping and the optimizer, including gradients.
+        update: the functions of clipping and the optimizer per element, with the sizes for an unsharded parameter.
+        updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
     """
 
     tp: int
@@ -70,8 +72,8 @@ class Pieces:
     elements: tuple[float, float, float]
     forward: Way
     backward: Way
-    kept: float
-    held: float
+    persistent: float
+    activations: float
     other: Line
     unsharded: float
     updating: float
