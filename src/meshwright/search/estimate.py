@@ -222,16 +222,14 @@ class Estimator:
     def _shared_cores(self, candidate: Candidate, terms: Mapping[str, float]) -> float:
         """Seconds that a step takes longer because all ranks share the cores of one machine; 0.0 on an accelerator."""
         busy_seconds = sum(seconds for term, seconds in terms.items() if term != "bubble")
-        cores = self._profile.cores
-        return (
-            max(0.0, candidate.pp * candidate.data * candidate.tp * busy_seconds / cores - sum(terms.values()))
-            if cores
-            else 0.0
-        )
+        ranks, cores = candidate.pp * candidate.data * candidate.tp, self._profile.cores
+        return max(0.0, ranks * busy_seconds / cores - sum(terms.values())) if cores else 0.0
 
     def _microbatch(self, *ways: Spent) -> dict[str, float]:
-        """The terms of one microbatch: the sums over its forward and its backward. On an accelerator, host time is what exceeds the
-        time of device and tp."""
+        """The terms of one microbatch, summed over ``ways``: its forward, its backward.
+
+        On an accelerator, the term "host" has only the host time that exceeds the time of device and tp.
+        """
         device, tp = (sum(way[i] for way in ways) for i in (0, 1))
         if self._profile.cores:
             return {"compute": device, "tp": tp, "host": sum(way[2] for way in ways)}
@@ -257,51 +255,47 @@ class Estimator:
         root = self._gather(candidate, first + last)
         hides = 0.0 if self._profile.cores else 1.0
         gathers = root + max(gather, blocks * gather - hides * forward) if candidate.dp_shard > 1 else 0.0
-        again = max(0.0, blocks * gather - hides * backward) if candidate.dp_shard > 1 and candidate.reshard else 0.0
+        gathers_again = 0.0  # in the backward
+        if candidate.dp_shard > 1 and candidate.reshard:
+            gathers_again = max(0.0, blocks * gather - hides * backward)
         times = candidate.microbatches if candidate.reshard else 1
         scatters = blocks * (scatter + (gather if candidate.reshard else 0.0))
         # All-reduces over replicas overlap with reduce-scatters of other blocks; on a CPU nothing overlaps.
         taken = max(scatters + total, scatter + blocks * total) if hides else scatters + blocks * total
-        late = max(scatter + total, taken - hides * backward) - again
-        return times * (gathers + again) + max(0.0, late) + self._reduce(candidate, first + last)
+        late = max(scatter + total, taken - hides * backward) - gathers_again
+        return times * (gathers + gathers_again) + max(0.0, late) + self._reduce(candidate, first + last)
 
     def _contention(self, candidate: Candidate, terms: Mapping[str, float], blocks: int, gathers: int) -> float:
         """Seconds that compute takes longer because collectives of the data axes overlap with it."""
         if not self._profile.contention:
             return 0.0
         block, first, last = self._pieces[candidate.tp].elements
-        moved = sum(
-            times
-            * (
-                gathers * (self._gather(candidate, size) if candidate.dp_shard > 1 else 0.0)
-                + self._reduce(candidate, size)
-            )
-            for times, size in ((blocks, block), (1, first + last))
-        )
-        return self._profile.contention * min(terms["compute"], max(0.0, moved - terms["data"]))
+        collectives = 0.0
+        for units, elements in ((blocks, block), (1, first + last)):
+            gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
+            collectives += units * (gathers * gather + self._reduce(candidate, elements))
+        hidden = max(0.0, collectives - terms["data"])
+        return self._profile.contention * min(terms["compute"], hidden)
 
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
         ranks = self._ranks(candidate)
         ways = [self._microbatch(self._way(candidate, "F", rank), self._way(candidate, "B", rank)) for rank in ranks]
-        one = max(ways, key=lambda way: sum(way.values()))
+        slowest = max(ways, key=lambda way: sum(way.values()))
         times = [sum(way.values()) for rank, way in zip(ranks, ways, strict=True) for _ in range(rank.count)]
         weights = [
             self._of_weights(candidate, rank) if candidate.split else 0.0 for rank in ranks for _ in range(rank.count)
         ]
-        terms = {name: candidate.microbatches * seconds for name, seconds in one.items()}
-        apart = candidate.data * candidate.tp
-        send = collective(
-            self._profile, "send", round(self._sends * candidate.rows), _pair(self._profile, apart)
-        ).seconds
+        terms = {name: candidate.microbatches * seconds for name, seconds in slowest.items()}
+        pair = _pair(self._profile, candidate.data * candidate.tp)
+        send = collective(self._profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._elements(candidate))
         terms["compute"] += self._copies(candidate, elements, 1)
         terms["host"] += self._of_job(candidate, 1)
         if candidate.data > 1:
-            terms["data"] = (self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0) + self._reduce(
-                candidate, elements
-            )
+            gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
+            terms["data"] = gather + self._reduce(candidate, elements)
         return terms
 
     def _copies(self, candidate: Candidate, elements: float, gathers: int) -> float:
@@ -436,8 +430,8 @@ def pipelined(candidate: Candidate, times: Sequence[float], send: float, weights
 def _period(candidate: Candidate, times: Sequence[float], send: float) -> float:
     """Seconds from one microbatch to the next.
 
-    A rank may have only ``in flight`` microbatches. Each returns to the rank after all later ranks have computed its forward and
-    backward, and after the sends there and back.
+    A rank may have only ``in flight`` microbatches. Each returns to the rank after all later ranks have computed its
+    forward and backward, and after the sends there and back.
 
         max over r of T of r, and of (Σ of T from r on + 2 (sends behind r)) / in flight(r)
     """
