@@ -138,12 +138,12 @@ def verdict_text(comparisons: Sequence[Comparison]) -> str:
     if wrong:
         return f"ranks differed after step {wrong[-1].step}: {wrong[-1].differences[0]}"
     last, times = comparisons[-1], f"{len(comparisons)} time" + "s" * (len(comparisons) > 1)
-    counts = ", ".join(f"{count} {_of(kind, count)}" for kind, count in last.compared.items())
+    counts = ", ".join(f"{count} {_noun(kind, count)}" for kind, count in last.compared.items())
     return f"ranks were compared {times}, and equal; after step {last.step}: {counts}"
 
 
-def _of(kind: str, count: int) -> str:
-    """A kind of value, after its number: kinds are plurals, ``losses``, ``buffers``."""
+def _noun(kind: str, count: int) -> str:
+    """A kind of value as singular or plural, for its number. Kinds are plurals: ``losses``, ``buffers``."""
     return kind if count != 1 else kind.removesuffix("es") if kind.endswith("sses") else kind.removesuffix("s")
 
 

@@ -169,7 +169,7 @@ def find_plans(
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    space = _Space.of(model, devices, _per_node(devices, nodes, profile), capacity, tell)
+    space = _Space.of_model(model, devices, _per_node(devices, nodes, profile), capacity, tell)
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
@@ -247,7 +247,9 @@ class _Space:
     memory: Callable[[Candidate], float]
 
     @classmethod
-    def of(cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]) -> _Space:
+    def of_model(
+        cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]
+    ) -> _Space:
         """Rehearses the model a few times at each size of tp, and estimates all candidates.
 
         Args:

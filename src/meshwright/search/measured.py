@@ -17,7 +17,7 @@ from meshwright.workers.pool import LocalWorkers
 
 
 def measured(
-    found: Found,
+    search_result: Found,
     build: Build,
     batch: Any,
     *,
@@ -32,7 +32,7 @@ def measured(
     """Measures the plans of a search in local processes. Returns the result with the plan of the fastest measured step first.
 
     Args:
-        found: the result of a search.
+        search_result: the plans to measure.
         steps: at least 2. Each plan runs this number of steps to measure memory, and then as many again to measure time: the
             median counts.
         workers: at least as many as a plan has ranks, with as many threads each as in the measurement of the profile.
@@ -45,14 +45,14 @@ def measured(
     """
     rows = repeated(batch, global_batch or rows_of(batch))
     plans = []
-    for proposal in found.plans:
+    for proposal in search_result.plans:
         tell(f"running {proposal.plan.mesh}")
         run = measure(
             build, rows, proposal.plan, loss=loss, optimizer=optimizer, max_norm=max_norm, steps=steps, workers=workers
         )
         plans.append(replace(proposal, measured=run))
     plans.sort(key=lambda proposal: proposal.measured.seconds.seconds if proposal.measured is not None else 0.0)
-    return replace(found, plans=tuple(plans), why=tuple(_why(plans)))
+    return replace(search_result, plans=tuple(plans), why=tuple(_why(plans)))
 
 
 def _why(plans: Sequence[Proposal]) -> Iterator[str]:

@@ -218,7 +218,7 @@ def _events(trace: Trace, kind: str) -> list[Event]:
     """Functions and collectives of the last step's forward or backward, without FSDP2's copies around its collectives."""
     return [
         event
-        for what, events in last_step(trace) if isinstance(what, Action) and what.kind == kind
+        for activity, events in last_step(trace) if isinstance(activity, Action) and activity.kind == kind
         for event in events if isinstance(event, (Op, Collective)) and _name(event)[0] not in OF_UNITS
     ]  # fmt: skip
 
@@ -280,8 +280,8 @@ def _kind(event: Collective) -> CollectiveKind:
 def _update(trace: Trace) -> Calls:
     """The functions of clipping and the optimizer. Their sizes are proportional to the fraction of a parameter on a rank."""
     ops: dict[OpKey, float] = defaultdict(float)
-    for what, events in last_step(trace):
-        for event in events if what in ("clip", "optimizer") else ():
+    for activity, events in last_step(trace):
+        for event in events if activity in ("clip", "optimizer") else ():
             if isinstance(event, Op):
                 ops[event.kind, event.dtype, (0.0, SHARD * event.flops), (0.0, SHARD * event.moved)] += 1
     return Calls(ops, {})
