@@ -2,16 +2,16 @@
 
 | what | equation | function |
 | --- | --- | --- |
-| the forward of a rank | max(Σ device + Σ tp, Σ host) | `Estimator._way` |
+| the forward of a rank | max(Σ device + Σ tp, Σ host) | `Estimator._pass_seconds` |
 | blocks of each stage | minimize the work of the largest stage | `stages.balanced` |
-| a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._flat` |
+| a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._without_pipeline` |
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
 | its fill with split backwards (zero bubble) | Σ over the other ranks of max(0, F + B - 2 W), W for weights | `pipelined` |
 | its period P | max over ranks of (Σ T of this and later ranks + sends) / in flight | `_period` |
 | copies of an FSDP unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
-| host time of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._of_job` |
-| exposed gathers | max(0, n · gather - F), and the first | `Estimator._data` |
-| exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._data` |
+| host time of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._job_host` |
+| exposed gathers | max(0, n · gather - F), and the first | `Estimator._exposed_data` |
+| exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `Estimator._peak` |
@@ -113,7 +113,8 @@ class Estimator:
         """The estimated time and memory of a candidate."""
         if candidate.pp == 1:
             (rank,) = self._ranks(candidate)
-            terms = self._flat(candidate, self._way(candidate, "F", rank), self._way(candidate, "B", rank), rank.blocks)
+            forward, backward = (self._pass_seconds(candidate, kind, rank) for kind in "FB")
+            terms = self._without_pipeline(candidate, forward, backward, rank.blocks)
         else:
             terms = self._pipelined(candidate)
         terms["clip and optimizer"] = self._update(candidate)
@@ -159,20 +160,22 @@ class Estimator:
         """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
         if candidate.pp == 1:
             return (Rank(1, self._pieces[candidate.tp].blocks, ("first", "last")),)
-        cut, more = self._cut(candidate.tp, candidate.pp * candidate.chunks, candidate.rows), candidate.chunks - 1
-        first, last = (
-            Rank(1, cut.first + more * cut.between, ("first",)),
-            Rank(1, cut.last + more * cut.between, ("last",)),
-        )
-        return first, *([Rank(candidate.pp - 2, candidate.chunks * cut.between)] if candidate.pp > 2 else []), last
+        cut = self._cut(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
+        other_stages = (candidate.chunks - 1) * cut.between  # blocks of a rank's stages but the first or last one
+        first = Rank(1, cut.first + other_stages, ("first",))
+        last = Rank(1, cut.last + other_stages, ("last",))
+        if candidate.pp == 2:
+            return first, last
+        return first, Rank(candidate.pp - 2, candidate.chunks * cut.between), last
 
     def _cut_of(self, tp: int, stages: int, rows: int) -> Cut:
         """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""
         pieces = self._pieces[tp]
-        way = pieces.forward
-        return balanced(pieces.blocks, stages, way.block.work(rows), way.first.work(rows), way.last.work(rows))
+        forward = pieces.forward
+        work = [calls.work(rows) for calls in (forward.block, forward.first, forward.last)]
+        return balanced(pieces.blocks, stages, *work)
 
-    def _way(self, candidate: Candidate, kind: str, rank: Rank) -> Spent:
+    def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> Spent:
         """(device, tp, host) seconds of one microbatch on a rank.
 
         Args:
@@ -181,15 +184,17 @@ class Estimator:
         parts = [(rank.blocks, kind, "block"), *((1, kind, end) for end in rank.ends)]
         if kind == "B" and candidate.recompute:
             parts.append((max(0, rank.blocks - candidate.kept), "F", "block"))
-        spent = [(n, self._seconds(candidate.tp, way, part, candidate.rows)) for n, way, part in parts]
-        device, exchange, host = (sum(n * one[i] for n, one in spent) for i in range(3))
+        spent = [(number, self._seconds(candidate.tp, way, part, candidate.rows)) for number, way, part in parts]
+        device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
         return device, exchange, host
 
-    def _of_weights(self, candidate: Candidate, rank: Rank) -> float:
-        """Seconds per microbatch of the weight gradients of a rank: half of the matrix products of its backward. The other half
-        are the gradients of inputs."""
-        way = self._pieces[candidate.tp].backward
-        parts = [(rank.blocks, way.block), *((1, getattr(way, end)) for end in rank.ends)]
+    def _weight_gradients(self, candidate: Candidate, rank: Rank) -> float:
+        """Seconds per microbatch of the weight gradients of a rank.
+
+        They are half of the matrix products of its backward. The other half are the gradients of inputs.
+        """
+        backward = self._pieces[candidate.tp].backward
+        parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self._profile, candidate.rows, "matmul") for n, calls in parts) / 2
 
     def _elements(self, candidate: Candidate) -> list[float]:
@@ -225,30 +230,31 @@ class Estimator:
         ranks, cores = candidate.pp * candidate.data * candidate.tp, self._profile.cores
         return max(0.0, ranks * busy_seconds / cores - sum(terms.values())) if cores else 0.0
 
-    def _microbatch(self, *ways: Spent) -> dict[str, float]:
-        """The terms of one microbatch, summed over ``ways``: its forward, its backward.
+    def _microbatch(self, *passes: Spent) -> dict[str, float]:
+        """The terms of one microbatch, summed over its forward and its backward.
 
         On an accelerator, the term "host" has only the host time that exceeds the time of device and tp.
         """
-        device, tp = (sum(way[i] for way in ways) for i in (0, 1))
+        device, tp = (sum(seconds[i] for seconds in passes) for i in (0, 1))
         if self._profile.cores:
-            return {"compute": device, "tp": tp, "host": sum(way[2] for way in ways)}
-        return {"compute": device, "tp": tp, "host": sum(max(0.0, way[2] - way[0] - way[1]) for way in ways)}
+            return {"compute": device, "tp": tp, "host": sum(seconds[2] for seconds in passes)}
+        exposed_host = sum(max(0.0, host - device_ - tp_) for device_, tp_, host in passes)
+        return {"compute": device, "tp": tp, "host": exposed_host}
 
-    def _flat(self, candidate: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
+    def _without_pipeline(self, candidate: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
         """The terms of a step without a pipeline."""
-        one = self._microbatch(forward, backward)
-        terms = {name: candidate.microbatches * seconds for name, seconds in one.items()}
+        microbatch = self._microbatch(forward, backward)
+        terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
         gathers = candidate.microbatches * 2 if candidate.reshard else 1
         terms["compute"] += self._copies(candidate, self._pieces[candidate.tp].total_elements, gathers)
-        terms["host"] += self._of_job(candidate, gathers)
+        terms["host"] += self._job_host(candidate, gathers)
         if candidate.data > 1:
-            hiding = [sum(self._microbatch(way).values()) for way in (forward, backward)]
-            terms["data"] = self._data(candidate, hiding[0], hiding[1], blocks)
+            hiding = [sum(self._microbatch(seconds).values()) for seconds in (forward, backward)]
+            terms["data"] = self._exposed_data(candidate, hiding[0], hiding[1], blocks)
             terms["compute"] += self._contention(candidate, terms, blocks, gathers)
         return terms
 
-    def _data(self, candidate: Candidate, forward: float, backward: float, blocks: int) -> float:
+    def _exposed_data(self, candidate: Candidate, forward: float, backward: float, blocks: int) -> float:
         """Exposed seconds of gathers and reductions: those that compute does not hide. On a CPU, compute hides nothing."""
         block, first, last = self._pieces[candidate.tp].elements
         gather, (scatter, total) = self._gather(candidate, block), self._reductions(candidate, block)
@@ -280,19 +286,22 @@ class Estimator:
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
         ranks = self._ranks(candidate)
-        ways = [self._microbatch(self._way(candidate, "F", rank), self._way(candidate, "B", rank)) for rank in ranks]
-        slowest = max(ways, key=lambda way: sum(way.values()))
-        times = [sum(way.values()) for rank, way in zip(ranks, ways, strict=True) for _ in range(rank.count)]
-        weights = [
-            self._of_weights(candidate, rank) if candidate.split else 0.0 for rank in ranks for _ in range(rank.count)
-        ]
+        microbatches: list[dict[str, float]] = []  # terms of one microbatch on each kind of rank
+        times: list[float] = []  # seconds of one microbatch on each rank
+        weights: list[float] = []  # of these, seconds of weight gradients that a split backward delays
+        for rank in ranks:
+            microbatch = self._microbatch(*(self._pass_seconds(candidate, kind, rank) for kind in "FB"))
+            microbatches.append(microbatch)
+            times += [sum(microbatch.values())] * rank.count
+            weights += [self._weight_gradients(candidate, rank) if candidate.split else 0.0] * rank.count
+        slowest = max(microbatches, key=lambda microbatch: sum(microbatch.values()))
         terms = {name: candidate.microbatches * seconds for name, seconds in slowest.items()}
         pair = _pair(self._profile, candidate.data * candidate.tp)
         send = collective(self._profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._elements(candidate))
         terms["compute"] += self._copies(candidate, elements, 1)
-        terms["host"] += self._of_job(candidate, 1)
+        terms["host"] += self._job_host(candidate, 1)
         if candidate.data > 1:
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
             terms["data"] = gather + self._reduce(candidate, elements)
@@ -306,8 +315,10 @@ class Estimator:
             elements: parameter elements of the rank, before sharding.
             gathers: number of gathers of each unit in a step.
         """
-        itemsize, reduced, later = self._itemsize, self._reduced, candidate.microbatches - 1
-        adds = itemsize + reduced + later * (itemsize + 2 * reduced) + (2 * reduced if later else 0)
+        itemsize, reduced, later_microbatches = self._itemsize, self._reduced, candidate.microbatches - 1
+        adds = itemsize + reduced + later_microbatches * (itemsize + 2 * reduced)
+        if later_microbatches:
+            adds += 2 * reduced
         cast = REDUCED + itemsize if itemsize != REDUCED else 0
         copied: list[tuple[float, int]] = [(adds, 1)]
         if self._gathers and (candidate.data > 1 or cast):
@@ -324,7 +335,7 @@ class Estimator:
             if nbytes
         )
 
-    def _of_job(self, candidate: Candidate, gathers: int) -> float:
+    def _job_host(self, candidate: Candidate, gathers: int) -> float:
         """Seconds of the host in a step, besides its functions. 0.0 on an accelerator; on a CPU nothing hides them.
 
         job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and receives

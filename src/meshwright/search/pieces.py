@@ -38,7 +38,7 @@ _COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCE
 
 
 @dataclass(frozen=True)
-class Way:
+class PassCalls:
     """The calls of a forward, or of a backward.
 
     Attributes:
@@ -77,8 +77,8 @@ class Pieces:
     sequence: bool
     blocks: int
     elements: tuple[float, float, float]
-    forward: Way
-    backward: Way
+    forward: PassCalls
+    backward: PassCalls
     persistent: float
     activations: float
     other: Line
@@ -121,7 +121,7 @@ def pieces_of(
     elements, tied = _elements(recipe, kinds)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
-    forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
+    forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / SHARD),
         activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / SHARD),
@@ -183,7 +183,9 @@ def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[flo
     return ((blocks / count, first, last + tied), tied) if count else ((0.0, 0.0, first), 0.0)
 
 
-def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int) -> Way:
+def _pass_calls(
+    base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int
+) -> PassCalls:
     """The calls of a forward (kind ``F``) or backward (``B``).
 
     The functions of a block are those that a rehearsal with one more block has in addition, in any order.
@@ -193,11 +195,11 @@ def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int]
         tp: size of the axis.
     """
     ops = _events(base, kind)
-    lined = _lined(ops, _events(wide, kind))
-    rest = _calls(lined, tp)
+    pairs = _paired(ops, _events(wide, kind))
+    rest = _calls(pairs, tp)
     if not more:
-        return Way(NO_CALLS, NO_CALLS, rest)
-    with_many_rows = dict(reversed(lined))
+        return PassCalls(NO_CALLS, NO_CALLS, rest)
+    with_many_rows = dict(reversed(pairs))
     longer = [_events(trace, kind) for trace in more]
     chunks = []
     for events in longer:
@@ -210,8 +212,8 @@ def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int]
     for chunk, number in zip(chunks, numbers, strict=True):
         average = average + chunk.times(number / blocks)
     before = _common(ops, longer[0]) - KEPT * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
-    head = _calls(lined[: max(0, before)], tp)
-    return Way(average, head, rest - head)
+    head = _calls(pairs[: max(0, before)], tp)
+    return PassCalls(average, head, rest - head)
 
 
 def _events(trace: Trace, kind: str) -> list[Event]:
@@ -238,7 +240,7 @@ def _name(event: Event) -> tuple[str, ...]:
     )
 
 
-def _lined(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
+def _paired(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
     """(event with few rows, the same event with many rows) for each event.
 
     If the two rehearsals differ in their functions, the sizes with few rows are doubled instead.
@@ -256,11 +258,11 @@ def _doubled(event: Event) -> Event:
     return Collective(event.kind, 2 * event.nbytes, event.ranks)
 
 
-def _calls(lined: Sequence[tuple[Event, Event]], tp: int) -> Calls:
+def _calls(pairs: Sequence[tuple[Event, Event]], tp: int) -> Calls:
     """Counts functions and collectives over tp. Their sizes are lines through those with few and with many rows."""
     ops: dict[OpKey, float] = defaultdict(float)
     exchanges: dict[ExchangeKey, float] = defaultdict(float)
-    for one, two in lined:
+    for one, two in pairs:
         if isinstance(one, Op) and isinstance(two, Op):
             ops[one.kind, one.dtype, _line(one.flops, two.flops), _line(one.moved, two.moved)] += 1
         elif isinstance(one, Collective) and isinstance(two, Collective) and _of_tp(one.ranks, tp):
