@@ -31,7 +31,7 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import MANY, SHARD, Pieces
+from meshwright.search.pieces import DP_SHARD, MANY_ROWS, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
@@ -263,7 +263,7 @@ class _Space:
         options = model.options
         fixed = {key: value for key, value in options.items() if key not in SEARCHED}
         rehearsals = Rehearsals(
-            model.build, repeated(model.batch, MANY * SHARD), fixed, model.loss, model.optimizer, model.max_norm
+            model.build, repeated(model.batch, MANY_ROWS * DP_SHARD), fixed, model.loss, model.optimizer, model.max_norm
         )
         pieces = _pieces(rehearsals, devices, per_node, tell)
         blocks = max(of_tp.blocks for of_tp in pieces.values())

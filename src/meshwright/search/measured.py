@@ -57,7 +57,9 @@ def measured(
 
 def _why(plans: Sequence[Proposal]) -> Iterator[str]:
     """Texts about each plan but the first: how much slower it is, and whether the difference is within the scatter."""
-    best, *others = ((one.plan.mesh, one.measured.seconds) for one in plans if one.measured is not None)
+    best, *others = (
+        (proposal.plan.mesh, proposal.measured.seconds) for proposal in plans if proposal.measured is not None
+    )
     for mesh, seconds in others:
         yield f"{mesh} took {duration_text(seconds.seconds - best[1].seconds)} longer, measured"
         if best[1].high >= seconds.low:

@@ -27,9 +27,10 @@ from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
 
-SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gathers parameters
-FEW, MANY = 2, 4  # rows of a rank
-KEPT = 2  # blocks of a kind: FSDP prefetches parameters of the next block during the first, and none during the last
+DP_SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gathers parameters
+FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
+# blocks of a kind in a rehearsal: FSDP prefetches parameters of the next block during the first, and none during the last
+FEW_BLOCKS = 2
 OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
 """FSDP2's copies around its collectives. Their number depends on the gathers and reductions of units, not on microbatches, so
 ``Estimator`` counts them."""
@@ -106,8 +107,8 @@ def pieces_of(
     Args:
         recipe: of ``base``.
         kinds: for each kind of repeated blocks, the names of its blocks in the full model.
-        base: rehearsal with ``KEPT`` blocks of each kind and ``FEW`` rows.
-        wide: as ``base``, with ``MANY`` rows.
+        base: rehearsal with ``FEW_BLOCKS`` blocks of each kind and ``FEW_ROWS`` rows.
+        wide: as ``base``, with ``MANY_ROWS`` rows.
         more: for each kind, as ``base`` with one more block of this kind.
     """
     numbers = [len(blocks) for blocks in kinds]
@@ -115,16 +116,18 @@ def pieces_of(
     longer = [PeakMemory.of_trace(trace) for trace in more]
     differences = [max(0, memory.compute - low.compute) for memory in longer]
     of_all_blocks = sum(number * nbytes for number, nbytes in zip(numbers, differences, strict=True))
-    activations = of_all_blocks / max(sum(numbers), 1) / FEW
-    rehearsed_blocks = KEPT * len(numbers)
-    other = [memory.compute - rehearsed_blocks * activations * rows for rows, memory in ((FEW, low), (MANY, high))]
+    activations = of_all_blocks / max(sum(numbers), 1) / FEW_ROWS
+    rehearsed_blocks = FEW_BLOCKS * len(numbers)
+    other = [
+        memory.compute - rehearsed_blocks * activations * rows for rows, memory in ((FEW_ROWS, low), (MANY_ROWS, high))
+    ]
     elements, tied = _elements(recipe, kinds)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
-        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / SHARD),
-        activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / SHARD),
+        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
+        activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / DP_SHARD),
         _update(base).times(1 / local), _updates(base, more), tied,
     )  # fmt: skip
 
@@ -166,7 +169,7 @@ def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[flo
     Tied elements count both before and after.
     """
     weights = {
-        block: len(blocks) / KEPT for blocks in kinds for block in blocks
+        block: len(blocks) / FEW_BLOCKS for blocks in kinds for block in blocks
     }  # blocks of the full model for each here
     blocks = first = last = tied = 0.0
     for line in recipe.parameters:
@@ -206,12 +209,12 @@ def _pass_calls(
         block = (Counter(events) - Counter(ops)).elements()
         chunk = _calls([(event, with_many_rows.get(event, _doubled(event))) for event in block], tp)
         chunks.append(chunk)
-        rest = rest - chunk.times(KEPT)
+        rest = rest - chunk.times(FEW_BLOCKS)
     blocks = sum(numbers)
     average = NO_CALLS  # weighted by the numbers of blocks of each kind
     for chunk, number in zip(chunks, numbers, strict=True):
         average = average + chunk.times(number / blocks)
-    before = _common(ops, longer[0]) - KEPT * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
+    before = _common(ops, longer[0]) - FEW_BLOCKS * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
     head = _calls(pairs[: max(0, before)], tp)
     return PassCalls(average, head, rest - head)
 
@@ -225,12 +228,12 @@ def _events(trace: Trace, kind: str) -> list[Event]:
     ]  # fmt: skip
 
 
-def _common(one: Sequence[Event], other: Sequence[Event]) -> int:
+def _common(first: Sequence[Event], second: Sequence[Event]) -> int:
     """The length of the common prefix of two lists of events; events with equal names count as equal."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if _name(a) != _name(b):
             return i
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def _name(event: Event) -> tuple[str, ...]:
@@ -251,7 +254,7 @@ def _paired(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, E
 
 
 def _doubled(event: Event) -> Event:
-    """An event with twice the size: ``MANY`` rows are twice ``FEW`` rows."""
+    """An event with twice the size: ``MANY_ROWS`` rows are twice ``FEW_ROWS`` rows."""
     if isinstance(event, Op):
         return Op(event.name, event.kind, 2 * event.flops, 2 * event.moved, event.dtype, event.workspace)
     assert isinstance(event, Collective)
@@ -262,11 +265,11 @@ def _calls(pairs: Sequence[tuple[Event, Event]], tp: int) -> Calls:
     """Counts functions and collectives over tp. Their sizes are lines through those with few and with many rows."""
     ops: dict[OpKey, float] = defaultdict(float)
     exchanges: dict[ExchangeKey, float] = defaultdict(float)
-    for one, two in pairs:
-        if isinstance(one, Op) and isinstance(two, Op):
-            ops[one.kind, one.dtype, _line(one.flops, two.flops), _line(one.moved, two.moved)] += 1
-        elif isinstance(one, Collective) and isinstance(two, Collective) and _of_tp(one.ranks, tp):
-            exchanges[_kind(one), len(one.ranks), _line(one.nbytes, two.nbytes)] += 1
+    for few, many in pairs:
+        if isinstance(few, Op) and isinstance(many, Op):
+            ops[few.kind, few.dtype, _line(few.flops, many.flops), _line(few.moved, many.moved)] += 1
+        elif isinstance(few, Collective) and isinstance(many, Collective) and _of_tp(few.ranks, tp):
+            exchanges[_kind(few), len(few.ranks), _line(few.nbytes, many.nbytes)] += 1
     return Calls(ops, exchanges)
 
 
@@ -285,7 +288,7 @@ def _update(trace: Trace) -> Calls:
     for activity, events in last_step(trace):
         for event in events if activity in ("clip", "optimizer") else ():
             if isinstance(event, Op):
-                ops[event.kind, event.dtype, (0.0, SHARD * event.flops), (0.0, SHARD * event.moved)] += 1
+                ops[event.kind, event.dtype, (0.0, DP_SHARD * event.flops), (0.0, DP_SHARD * event.moved)] += 1
     return Calls(ops, {})
 
 
@@ -293,10 +296,10 @@ def _updates(base: Trace, more: Sequence[Trace]) -> Line:
     """The number of functions that clipping and the optimizer call, as a line in the number of blocks."""
     few = _update(base).count
     slope = sum(_update(trace).count - few for trace in more) / max(1, len(more))
-    return few - KEPT * len(more) * slope, slope
+    return few - FEW_BLOCKS * len(more) * slope, slope
 
 
 def _line(few: float, many: float) -> Line:
-    """The line through the values at ``FEW`` and at ``MANY`` rows."""
-    slope = (many - few) / (MANY - FEW)
-    return few - FEW * slope, slope
+    """The line through the values at ``FEW_ROWS`` and at ``MANY_ROWS`` rows."""
+    slope = (many - few) / (MANY_ROWS - FEW_ROWS)
+    return few - FEW_ROWS * slope, slope

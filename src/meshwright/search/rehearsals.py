@@ -20,7 +20,7 @@ from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
-from meshwright.search.pieces import FEW, KEPT, MANY, SHARD, PeakMemory, Pieces, pieces_of
+from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, PeakMemory, Pieces, pieces_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Few:
     """A model with few blocks of each kind. The other blocks are passed through.
 
     Attributes:
-        most: makes the model with ``KEPT`` + 1 blocks of each kind.
-        base: passes through more of these blocks: ``KEPT`` of each kind remain.
+        most: makes the model with ``FEW_BLOCKS`` + 1 blocks of each kind.
+        base: passes through more of these blocks: ``FEW_BLOCKS`` of each kind remain.
         more: one for each kind: as ``base``, with one more block of this kind.
         kinds: for each kind, the names of its blocks in the full model.
     """
@@ -70,7 +70,7 @@ class Rehearsals:
 
     Args:
         build: makes the full model.
-        batch: at least ``MANY`` · ``SHARD`` rows.
+        batch: at least ``MANY_ROWS`` · ``DP_SHARD`` rows.
         options: settings of every plan: precision, entries of ``modules``, ``sequence_parallel`` (default: on with tp).
         loss: the loss function.
         optimizer: makes the optimizer.
@@ -118,7 +118,7 @@ class Rehearsals:
         models = (few.base, *few.more)
         base, *more = (PeakMemory.of_trace(rehearse(most.of(model), 0, updated=False)) for model in models)
         nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
-        return max(0.0, nbytes / sum(few.numbers)) / FEW
+        return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 
     @property
     def _few(self) -> Few:
@@ -155,7 +155,7 @@ class Rehearsals:
             full: its rehearsal without tp.
         """
         rehearsals = [full, self._rehearsal(build, 2)] if self.options.get("modules") else [full]
-        foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, KEPT) for rehearsal in rehearsals]
+        foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
     def _pieces(self, few: Few, most: Rehearsal) -> Pieces:
@@ -166,14 +166,14 @@ class Rehearsals:
             most: the rehearsal of the model that ``few.most`` makes.
         """
         base = most.of(few.base)
-        wide = replace(base, batch=take_rows(self.batch, 0, SHARD * MANY))
+        wide = replace(base, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
         more = [rehearse(most.of(model), 0) for model in few.more]
         return pieces_of(base.recipe, few.kinds, rehearse(base, 0), rehearse(wide, 0, updated=False), more)
 
     def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:
-        """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``SHARD`` of dp_shard, ``FEW`` rows a data rank."""
+        """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""
         sequence = {"sequence_parallel": True} if tp > 1 else {}
         plan = Plan.parse({**sequence, **self.options, **settings,
-                           "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
-        batch = take_rows(self.batch, 0, SHARD * FEW)
+                           "mesh": {"dp_shard": DP_SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
+        batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
         return rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
