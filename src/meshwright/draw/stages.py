@@ -63,9 +63,8 @@ def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
         sends = size_text(stage.sends) if stage.sends else "–"
         ranks = recipe.stage_ranks_of(stage.index)
         rank_sizes = [sizes[rank] for rank in ranks]
-        ends = dict.fromkeys(
-            (size_text(min(rank_sizes)), size_text(max(rank_sizes)))
-        )  # uneven shards may give the last ranks less
+        # Uneven shards may give the last ranks less.
+        ends = dict.fromkeys((size_text(min(rank_sizes)), size_text(max(rank_sizes))))
         table.add_row(
             str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / total_work:.0f} %",
             count_text(stage.parameters), sends,
