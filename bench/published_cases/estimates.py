@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import KEPT, MANY, SHARD, Pieces
+from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, MANY_ROWS, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate
 from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
@@ -25,7 +25,7 @@ from published_cases.plans import batch_of, computed_in
 from published_cases.profiles import profile_of
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FEW = KEPT + 2  # blocks, of which all but KEPT fold
+_FEW = FEW_BLOCKS + 2  # blocks, of which all but FEW_BLOCKS fold
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _estimated(case: Case, *, recompute: bool) -> Estimated:
     few = replace(shape, layers=_FEW)
     rehearsed = Rehearsed(few, layout.tp, computed_in(case), sequence_parallel)
     estimator = _estimator(rehearsed, shape.layers, precision, case.machine)
-    return estimator.of(_candidate(layout, recompute=recompute))
+    return estimator.estimate(_candidate(layout, recompute=recompute))
 
 
 @cache
@@ -101,7 +101,7 @@ def pieces_of(of: Rehearsed) -> Pieces:
 @cache
 def _measured(shape: ModelShape, computed_in: str, *, sequence_parallel: bool) -> Rehearsals:
     """For all sizes of tp: it keeps the few blocks."""
-    rows = Layout(microbatches=1, microbatch_rows=MANY * SHARD)
+    rows = Layout(microbatches=1, microbatch_rows=MANY_ROWS * DP_SHARD)
     options = {"precision": computed_in, "sequence_parallel": sequence_parallel}
     return Rehearsals(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0)
 

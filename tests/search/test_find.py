@@ -15,7 +15,7 @@ from meshwright.schedule import make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import Estimated, Estimator, pipelined
 from meshwright.search.find import repeated
-from meshwright.search.pieces import MANY, SHARD
+from meshwright.search.pieces import DP_SHARD, MANY_ROWS
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
@@ -230,14 +230,14 @@ def test_backwards_in_halves_take_less_time_for_more_memory():
 
 def test_what_the_optimizer_needs_is_not_taken_for_activations():
     """Few tokens: updating parameters takes more memory than computing does."""
-    batch = repeated(tokens(length=32), MANY * SHARD)
+    batch = repeated(tokens(length=32), MANY_ROWS * DP_SHARD)
     rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
     pieces = rehearsals.pieces(1)
     assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
     estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
-    assert estimator.memory(one) == pytest.approx((pieces.kept + 8) * pieces.total_elements / 2)
+    assert estimator.memory(one) == pytest.approx((pieces.persistent + 8) * pieces.total_elements / 2)
 
 
 class TwoKinds(Tower):
@@ -253,7 +253,7 @@ class TwoKinds(Tower):
 
 def rehearsals_of(build):
     return Rehearsals(
-        build, repeated(tokens(length=32), MANY * SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
+        build, repeated(tokens(length=32), MANY_ROWS * DP_SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
     )
 
 

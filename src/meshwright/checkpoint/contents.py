@@ -116,8 +116,8 @@ def of_module(module: nn.Module) -> Contents:
     parameters = []
     for _, p in module.named_parameters():
         first, *aliases = names[id(p)]
-        whole = Piece.whole(first, p)
-        parameters.append(LocalParameter(first, tuple(aliases), p, whole.shape, whole.slices))
+        piece = Piece.whole(first, p)
+        parameters.append(LocalParameter(first, tuple(aliases), p, piece.shape, piece.slices))
     buffers = tuple((name, owner, key, True) for name, owner, key in _buffers(module))
     return Contents(tuple(parameters), buffers, _extra(module))
 

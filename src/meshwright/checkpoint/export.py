@@ -161,7 +161,7 @@ def _write(stored: Stored, shards: Mapping[str, Sequence[Entry]], directory: Pat
     """Writes the files of weights, and their index if there are several."""
     pieces = stored.metadata.storage_data
     for file, entries in shards.items():
-        write_file(directory / file, entries, lambda entry: _whole(stored, pieces, entry))
+        write_file(directory / file, entries, lambda entry: _full_tensor(stored, pieces, entry))
     if len(shards) > 1:
         weight_map = {entry.name: file for file, entries in shards.items() for entry in entries}
         size = sum(entry.bytes for entries in shards.values() for entry in entries)
@@ -203,8 +203,8 @@ def _publish(temporary: Path, folder: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _whole(stored: Stored, pieces: Mapping[Any, Any], entry: Entry) -> Tensor:
-    """A whole tensor, from its chunks. Reads one chunk at a time.
+def _full_tensor(stored: Stored, pieces: Mapping[Any, Any], entry: Entry) -> Tensor:
+    """Reads a full tensor from its chunks, one chunk at a time.
 
     Args:
         pieces: DCP's index of a chunk → its file and offset.
@@ -239,7 +239,7 @@ def _chunk(stored: Stored, pieces: Mapping[Any, Any], name: str, saved: TensorSt
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a file of its own for ``torch.load``. The part is not copied into memory."""
+    """A range of an open file, as a file object for ``torch.load``. The range is not copied into memory."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = file, offset, length, 0

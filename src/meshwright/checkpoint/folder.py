@@ -91,7 +91,7 @@ class Manifest:
     files: Mapping[str, File]
 
     def dump(self) -> str:
-        """The manifest as JSON, with a checksum of its own."""
+        """The manifest as JSON, with its checksum."""
         files = {
             name: [f.size, [[p.name, p.offset, p.length, p.crc32] for p in f.pieces]] for name, f in self.files.items()
         }
@@ -310,7 +310,7 @@ def _alternative(path: Path) -> str:
 
 
 def begin(folder: Path, step: int, owner: str = "") -> Path:
-    """Creates a temporary directory to write a checkpoint in. Removes what earlier saves have left unfinished.
+    """Creates a temporary directory to write a checkpoint in. Removes the temporary directories of unfinished saves.
 
     Args:
         owner: name of the process that writes. Directories with this name stay: another thread may be writing there.
@@ -326,10 +326,10 @@ def begin(folder: Path, step: int, owner: str = "") -> Path:
 
 
 def publish(temporary: Path, manifest: Manifest, keep: int | None = None) -> Path:
-    """Makes a checkpoint of a temporary directory, by one rename: it is complete at once.
+    """Publishes a temporary directory as a checkpoint by one rename, so that no incomplete checkpoint is ever visible.
 
     Args:
-        keep: number of checkpoints to keep, the newest; older ones are removed. None: all.
+        keep: number of the newest checkpoints to keep; older ones are removed. None: keep all.
 
     Returns:
         The checkpoint's path.

@@ -244,7 +244,7 @@ def optimizer_state(
     Args:
         number: index of the optimizer among those that were saved.
 
-    Adds a finding for state that does not fit the layout, and for groups that were divided otherwise.
+    Adds a finding for state that does not fit the layout, and for a group whose parameters had different saved settings.
     """
     saved = stored.run["optimizers"][number]
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}

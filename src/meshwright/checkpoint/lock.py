@@ -118,9 +118,8 @@ class Lock:
         try:
             while not self._released.wait(beat):
                 count += 1
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk; or another process has the lock, which ``check`` reports
+                # OSError: the disk is full; or another process has the lock, which ``check`` reports.
+                with contextlib.suppress(OSError):
                     os.pwrite(file, _text(self.holder, count), 0)
                     os.fsync(file)
         finally:

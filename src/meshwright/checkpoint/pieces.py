@@ -87,7 +87,7 @@ class _Chunks:
         self.pieces = {piece.name: piece for piece in pieces}
         self._parts = {(p.name, offsets): part for p in self.pieces.values() for offsets, part in p.chunks()}
 
-    def of(self, name: str) -> list[ChunkStorageMetadata]:
+    def metadata(self, name: str) -> list[ChunkStorageMetadata]:
         """DCP's descriptions of a piece's chunks."""
         return [_chunk(offsets, part) for offsets, part in self.pieces[name].chunks()]
 
@@ -156,7 +156,7 @@ class PieceLoader(DefaultLoadPlanner):
             assert isinstance(saved, TensorStorageMetadata)
             if not prod(piece.shape):
                 continue
-            reads = create_read_items_for_chunk_list(name, saved, self._chunks.of(name))
+            reads = create_read_items_for_chunk_list(name, saved, self._chunks.metadata(name))
             items += [replace(read, storage_index=replace_name(read.storage_index, saved_name)) for read in reads]
         return LoadPlan(items)
 

@@ -96,22 +96,22 @@ def _read(model: ShardedModel, match: Matched, on_progress: OnProgress) -> None:
     lazy_tensors = _LazyTensors()
     for line, local in _local_tensors(model):
         if (name := _name_in(match, (line.name, *line.aliases))) is not None:
-            lazy = lazy_tensors.of(match.sources[name], name)
+            lazy = lazy_tensors.get(match.sources[name], name)
             read_slices(lazy, model.recipe.held(line, model.rank), local)
             on_progress()
     for name, buffer in _buffers(model.module).items():
         if name in match.sources:
-            read_slices(lazy_tensors.of(match.sources[name], name), _all_of(buffer), buffer)
+            read_slices(lazy_tensors.get(match.sources[name], name), _all_of(buffer), buffer)
 
 
 class _LazyTensors:
-    """Returns the lazy tensor of a source. Keeps the result of the last conversion, since the tensors that one conversion
-    makes are asked for one after another."""
+    """Caches the lazy tensors of the last conversion: the tensors that one conversion makes are read one after another."""
 
     def __init__(self) -> None:
         self._last: tuple[Values | None, Any] = (None, {})
 
-    def of(self, source: Source, name: str) -> LazyTensor:
+    def get(self, source: Source, name: str) -> LazyTensor:
+        """The lazy tensor of a source. ``name``: of the tensor in the model."""
         if self._last[0] is not source.values:
             self._last = (None, {})  # free the last result before the next one is made
             self._last = (source.values, source.values())

@@ -89,7 +89,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the types of ``_ALLOWED`` alone. A pickle can otherwise run any code of whoever wrote it."""
+    """Unpickles only the types of ``_ALLOWED``. Without this limit, a pickle could run any code of its author."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The allowed type of this name, or a dtype or layout of torch."""

@@ -58,13 +58,13 @@ class RankAgreement:
         Raises:
             CheckpointError: on every rank, if the function raised an exception on some rank.
         """
-        attempt = _Attempt.of(function)
+        attempt = _Attempt.call(function)
         self._raise_failures(attempt, self._gathered((attempt.findings, attempt.cause)), failed)
         return attempt.value
 
     def gather(self, function: Callable[[], T], failed: Finding) -> list[T]:
         """Like ``do``, but returns the results of all ranks, in rank order."""
-        attempt = _Attempt.of(lambda: self._packed(function()))
+        attempt = _Attempt.call(lambda: self._packed(function()))
         attempts = self._gathered((attempt.findings, attempt.cause, attempt.value))
         self._raise_failures(attempt, [(findings, cause) for findings, cause, _ in attempts], failed)
         return [self._unpacked(value) for *_, value in attempts]
@@ -118,8 +118,8 @@ class _Attempt:
     error: BaseException | None = None
 
     @classmethod
-    def of(cls, function: Callable[[], Any]) -> _Attempt:
-        """Calls the function, and catches whatever it raises."""
+    def call(cls, function: Callable[[], Any]) -> _Attempt:
+        """Calls the function, and catches every exception."""
         try:
             return cls(function())
         except PlanError as error:
@@ -131,7 +131,7 @@ class _Attempt:
 def cause(error: BaseException) -> str:
     """An exception as one line of text: an OSError's own text; for others, the type and the text.
 
-    Of DCP's CheckpointException, the first exception within.
+    For DCP's CheckpointException: the text of the first exception that it contains.
     """
     if failures := getattr(error, "failures", None):  # DCP's CheckpointException, whose module takes a while to import
         return cause(next(iter(failures.values()))[0])
@@ -146,8 +146,10 @@ def because(failed: Finding, why: object) -> Finding:
 
 @contextmanager
 def without_warning() -> Iterator[None]:
-    """In its block, suppresses DCP's warning that no process group exists. Only for the main thread: warning filters are one
-    for the whole process."""
+    """In its block, suppresses DCP's warning that no process group exists.
+
+    Only for the main thread: warning filters apply to all threads of the process.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -31,7 +31,9 @@ _NAMES = 4  # most modules of a branch that are named
 
 
 def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
-    """The table of branches, and a picture of each set of branches that may run at the same time. Nothing without branches.
+    """The table of branches, and a picture of each set of branches that may run at the same time.
+
+    Yields nothing if there are no branches.
 
     The table shows the share of the work of each branch, and the work of one of its ranks relative to the busiest rank.
     """
@@ -49,7 +51,7 @@ def branches(shard_map: ShardMap) -> Iterator[RenderableType]:
 
 
 def _streams(recipe: Recipe) -> Iterator[RenderableType]:
-    """The modules that run on streams of their own, at the same time on one rank."""
+    """The modules of each stream. Modules of different streams run at the same time on one rank."""
     if recipe.streams:
         yield Text("\non every rank, at the same time where it can", style="bold")
     for stream in sorted(set(recipe.streams.values())):

@@ -176,7 +176,9 @@ class ShardMap:
         lowest, highest = min(self.bytes_by_rank), max(self.bytes_by_rank)
         return {
             "mesh": dict(self.mesh.axes),
-            "parameters": [{**facts.to_dict(), "held": self._held(name)} for name, facts in self.parameters.items()],
+            "parameters": [
+                {**facts.to_dict(), "held": self._slices_by_ranks(name)} for name, facts in self.parameters.items()
+            ],
             "numel": self.numel,
             "bytes": self.bytes,
             "bytes_per_rank": {"least": lowest, "most": highest, "of": {r: self.bytes_by_rank[r] for r in self.ranks}},
@@ -199,7 +201,7 @@ class ShardMap:
 
         return meshwright.html_of(self)
 
-    def _held(self, name: str) -> list[dict[str, Any]]:
+    def _slices_by_ranks(self, name: str) -> list[dict[str, Any]]:
         """The slices of the chosen ranks. See `to_dict`."""
         ranks_by_slices: dict[Slices, list[int]] = {}
         for rank in filter(lambda rank: self.holds(name, rank), self.ranks):

@@ -22,7 +22,7 @@ _Band = Interval | None  # a range of a dim; None stands for the ranges that are
 
 
 def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> RenderableType:
-    """A parameter as a grid of boxes, each with the ranks that hold it. Boxes of ``rank`` are highlighted.
+    """A parameter as a grid of boxes, each with the ranks that hold this part. Boxes of ``rank`` are highlighted.
 
     Rows of the grid are ranges of dim 0; columns are ranges of another sharded dim, else of dim 1. If that is too wide, rows
     and columns are swapped. Boxes of one colour are held by the same ranks.
@@ -30,8 +30,8 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
     facts = row.first
     if not facts.shape:
         return Text(f"{row}: a number, on every rank")
-    held = [(ranks, slices) for ranks, slices in shard_map.held_by(facts.name) if elements(slices)]
-    bands = {dim: _few(sorted({r for _, slices in held for r in slices[dim]})) for dim in _drawn_dims(facts)}
+    parts = [(ranks, slices) for ranks, slices in shard_map.held_by(facts.name) if elements(slices)]
+    bands = {dim: _few(sorted({r for _, slices in parts for r in slices[dim]})) for dim in _drawn_dims(facts)}
     down, *across = sorted(bands, key=lambda dim: -len(bands[dim])) if _too_wide(bands) else bands
     caption = Text.assemble((str(row), "bold"), f"   {shape_text(facts)} {facts.dtype}")
     table = Table(box=box.SQUARE, show_lines=True)
@@ -42,7 +42,7 @@ def picture(shard_map: ShardMap, row: Row, *, rank: int | None = None) -> Render
         title = _band_text(column[across[0]]) if across else "held by"
         table.add_column(Text(title), justify="center", no_wrap=True)
     for band in bands[down]:
-        table.add_row(Text(_band_text(band)), *(_cell(held, {down: band, **column}, rank) for column in columns))
+        table.add_row(Text(_band_text(band)), *(_cell(parts, {down: band, **column}, rank) for column in columns))
     without = [rank for ranks, slices in shard_map.held_by(facts.name) if not elements(slices) for rank in ranks]
     below = [Text(f"ranks {ranks_text(without)} hold nothing of it", style="dim")] if without else []
     return Group(caption, table, *below)
@@ -62,16 +62,16 @@ def _too_wide(bands: Mapping[int, Sequence[_Band]]) -> bool:
     return len(bands) == 2 and max(_ALWAYS_FIT, len(bands[0])) < max(map(len, bands.values()))
 
 
-def _cell(held: Sequence[tuple[tuple[int, ...], Slices]], box: Mapping[int, _Band], rank: int | None) -> Text:
+def _cell(parts: Sequence[tuple[tuple[int, ...], Slices]], box: Mapping[int, _Band], rank: int | None) -> Text:
     """The ranks that hold a box.
 
     Args:
-        held: (ranks, their slices) for each distinct part.
+        parts: (ranks, their slices) for each distinct part of the parameter.
         box: dim → range, for each drawn dim.
     """
     if None in box.values():
         return Text("…", style="dim")
-    for index, (ranks, slices) in enumerate(held):
+    for index, (ranks, slices) in enumerate(parts):
         if all(band in slices[dim] for dim, band in box.items()):
             is_chosen = rank in ranks
             style = Style(color=_SHADES[index % len(_SHADES)], bold=is_chosen, reverse=is_chosen)

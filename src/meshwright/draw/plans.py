@@ -1,4 +1,4 @@
-"""Prints the plans that a search found: a table, why the first is the fastest, and which plans do not fit."""
+"""Prints the result of a search for plans: a table, why the first plan is the fastest, and the plans that do not fit."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _TERMS = 3  # most terms of a step that are named
 _SMALL = 0.005  # terms with a smaller share of a step are left out: they would print as 0 %
 
 
-def drawn(found: Found, profile: Profile, file: str | None) -> RenderableType:
-    """The result of a search as a renderable for rich. ``file``: that the best plan was written to, or None."""
+def drawn(result: Found, profile: Profile, file: str | None) -> RenderableType:
+    """The result of a search as a renderable for rich. ``file``: the best plan was written to it; None if to none."""
     heading = Text.assemble(
-        (f"{found.considered:,} plans", "bold"),
-        f" on {profile.name}, of which {found.fitting:,} fit {size_text(profile.memory)}",
+        (f"{result.considered:,} plans", "bold"),
+        f" on {profile.name}, of which {result.fitting:,} fit {size_text(profile.memory)}",
     )
-    parts: list[RenderableType] = [heading, Text(), _plans(found)]
-    if any(proposal.measured is not None for proposal in found.plans):
-        parts += [Text(), Text("predicted and measured", style="bold"), beside(found)]
-    if found.why:
-        parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in found.why)]
-    if found.rejected:
-        parts += [Text(), Text("what does not fit", style="bold"), *_rejected(found)]
-    if len(found.frontier) > 1:
-        parts += [Text(), Text("less memory for more time (estimated)", style="bold"), _frontier(found)]
-    parts += [Text(note, style="dim") for note in found.notes]
-    best = found.plans[0].plan.dump().strip()
+    parts: list[RenderableType] = [heading, Text(), _plans(result)]
+    if any(proposal.measured is not None for proposal in result.plans):
+        parts += [Text(), Text("predicted and measured", style="bold"), beside(result)]
+    if result.why:
+        parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in result.why)]
+    if result.rejected:
+        parts += [Text(), Text("what does not fit", style="bold"), *_rejected(result)]
+    if len(result.frontier) > 1:
+        parts += [Text(), Text("less memory for more time (estimated)", style="bold"), _frontier(result)]
+    parts += [Text(note, style="dim") for note in result.notes]
+    best = result.plans[0].plan.dump().strip()
     parts += [Text(), Text(f"written to {file}" if file else "the first, as a plan", style="bold"), Text(best)]
     return Group(*parts)
 
 
-def _plans(found: Found) -> Table:
+def _plans(result: Found) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("mesh", "microbatches", "schedule", "recompute"):
         table.add_column(name)
     for name in ("a step", "interval", "memory of a rank", "most of the time"):
         table.add_column(name, justify="right" if name != "most of the time" else "left")
-    for proposal in found.plans:
+    for proposal in result.plans:
         candidate = proposal.estimate.candidate
         rows = candidate.rows
         table.add_row(
@@ -59,13 +59,13 @@ def _plans(found: Found) -> Table:
     return table
 
 
-def beside(found: Found) -> Table:
+def beside(result: Found) -> Table:
     """A line for each measured plan, the fastest first. Errors are (predicted - measured) / measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mesh")
     for name in ("predicted", "measured", "error", "memory", "measured", "error"):
         table.add_column(name, justify="right")
-    for proposal in found.plans:
+    for proposal in result.plans:
         predicted, run = proposal.prediction, proposal.measured
         if predicted is None or run is None:
             continue
@@ -90,22 +90,22 @@ def _largest_terms(proposal: Proposal) -> str:
     return ", ".join(f"{term} {share:.0%}" for term, share in shares.items() if share > _SMALL)
 
 
-def _rejected(found: Found) -> list[Text]:
+def _rejected(result: Found) -> list[Text]:
     lines = []
-    for family in found.rejected[:_REJECTED]:
+    for family in result.rejected[:_REJECTED]:
         smallest = f"the smallest ({family.least.words}) needs {size_text(family.nbytes)} on a rank"
         excess = size_text(family.nbytes - family.capacity)
         fits = f"; fits with {family.change}" if family.change else ""
         lines.append(
             Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much{fits}")
         )
-    more = len(found.rejected) - _REJECTED
+    more = len(result.rejected) - _REJECTED
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 
 
-def _frontier(found: Found) -> Table:
+def _frontier(result: Found) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
-    step = max(1, len(found.frontier) // _FRONTIER)
-    for estimate in found.frontier[::-1][::step][:_FRONTIER]:
+    step = max(1, len(result.frontier) // _FRONTIER)
+    for estimate in result.frontier[::-1][::step][:_FRONTIER]:
         table.add_row(size_text(estimate.nbytes), duration_text(estimate.seconds), estimate.candidate.words)
     return table

@@ -119,7 +119,7 @@ def _series(history: History) -> Iterator[RenderableType]:
 def _memories(memories: Sequence[RankMemory]) -> Iterator[RenderableType]:
     if not memories:
         return
-    last, most = [one.last for one in memories], [one.most for one in memories]
+    last, most = [memory.last for memory in memories], [memory.most for memory in memories]
     if len(memories) > _MANY:
         low, high = min(range(len(most)), key=most.__getitem__), max(range(len(most)), key=most.__getitem__)
         text = f"from {size_text(most[low])} (rank {low}) to {size_text(most[high])} (rank {high}) of {len(memories)} ranks"
@@ -134,16 +134,16 @@ def _memories(memories: Sequence[RankMemory]) -> Iterator[RenderableType]:
 
 def verdict_text(comparisons: Sequence[Comparison]) -> str:
     """The result of all comparisons of ranks, as one line."""
-    wrong = [one for one in comparisons if one.differences]
+    wrong = [comparison for comparison in comparisons if comparison.differences]
     if wrong:
         return f"ranks differed after step {wrong[-1].step}: {wrong[-1].differences[0]}"
     last, times = comparisons[-1], f"{len(comparisons)} time" + "s" * (len(comparisons) > 1)
-    counts = ", ".join(f"{count} {_of(kind, count)}" for kind, count in last.compared.items())
+    counts = ", ".join(f"{count} {_noun(kind, count)}" for kind, count in last.compared.items())
     return f"ranks were compared {times}, and equal; after step {last.step}: {counts}"
 
 
-def _of(kind: str, count: int) -> str:
-    """A kind of value, after its number: kinds are plurals, ``losses``, ``buffers``."""
+def _noun(kind: str, count: int) -> str:
+    """A kind of value as singular or plural, for its number. Kinds are plurals: ``losses``, ``buffers``."""
     return kind if count != 1 else kind.removesuffix("es") if kind.endswith("sses") else kind.removesuffix("s")
 
 

@@ -62,12 +62,13 @@ def _table(recipe: Recipe, sizes: Sequence[int]) -> Table:
         last = stage.modules[-1] if stage.modules else "–"
         sends = size_text(stage.sends) if stage.sends else "–"
         ranks = recipe.stage_ranks_of(stage.index)
-        held = [sizes[rank] for rank in ranks]
-        ends = dict.fromkeys((size_text(min(held)), size_text(max(held))))  # uneven shards may give the last ranks less
+        rank_sizes = [sizes[rank] for rank in ranks]
+        # Uneven shards may give the last ranks less.
+        ends = dict.fromkeys((size_text(min(rank_sizes)), size_text(max(rank_sizes))))
         table.add_row(
             str(stage.index), ranks_text(ranks), stage.where, last, f"{100 * stage.work / total_work:.0f} %",
             count_text(stage.parameters), sends,
-            Text.assemble((bar(max(held) / most, _BAR) if most else " " * _BAR, "blue"), f" {' to '.join(ends)}"),
+            Text.assemble((bar(max(rank_sizes) / most, _BAR) if most else " " * _BAR, "blue"), f" {' to '.join(ends)}"),
         )  # fmt: skip
     if len(recipe.stages) > _MOST:
         table.add_row("…", *[""] * 7)

@@ -30,18 +30,18 @@ def slices_text(slices: Slices, shape: Sequence[int]) -> str:
     """Slices as text: ``rows 64:128, cols 0:32``; ``all``; ``nothing``."""
     if not elements(slices):
         return "nothing"
-    said = [
+    sharded_dims = [
         f"{dim_text(dim, len(shape))} {ranges_text(ranges)}".strip()
         for dim, (ranges, size) in enumerate(zip(slices, shape, strict=True))
         if ranges != ((0, size),)
     ]
-    return ", ".join(said) or "all"
+    return ", ".join(sharded_dims) or "all"
 
 
 def ranges_text(ranges: Sequence[Interval], most: int = 4) -> str:
     """Half-open ranges as Python writes slices, ``0:4+8:12``; *–* where there is none."""
-    said = [f"{start}:{stop}" for start, stop in ranges[:most]]
-    return "+".join([*said, *(["…"] if len(ranges) > most else [])]) or "–"
+    texts = [f"{start}:{stop}" for start, stop in ranges[:most]]
+    return "+".join([*texts, *(["…"] if len(ranges) > most else [])]) or "–"
 
 
 def shape_text(facts: ParameterFacts) -> str:

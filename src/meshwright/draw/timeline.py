@@ -170,9 +170,10 @@ def _schedule(recipe: Recipe) -> Schedule:
 
 
 def _in_work(recipe: Recipe, schedule: Schedule) -> Timeline:
-    work = [stage.work for stage in recipe.stages]
-    mean = sum(work) / len(work) if sum(work) else 0
-    spans = spans_of(schedule, lengths=[w / mean for w in work] if mean else ())
+    """The timeline from the plan alone, in units of work."""
+    stage_work = [stage.work for stage in recipe.stages]
+    mean = sum(stage_work) / len(stage_work) if sum(stage_work) else 0
+    spans = spans_of(schedule, lengths=[work / mean for work in stage_work] if mean else ())
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     transfers = []
     for span in spans:
@@ -198,6 +199,7 @@ def _neighbour(recipe: Recipe, action: Action) -> int | None:
 
 
 def _in_seconds(recipe: Recipe, schedule: Schedule, played: Played) -> Timeline:
+    """The timeline of a prediction, in seconds."""
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     for rank, start, phase in played.phases:
         length = phase.spent.total.seconds
@@ -229,7 +231,7 @@ def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
     slots, transfers, exchanges = [], list[Transfer](), list[Exchange]()
     for line, observed in enumerate(seen):
         slots.append(_measured_slots(observed))
-        starts = {what: start for what, start, _ in observed.did}
+        starts = {activity: start for activity, start, _ in observed.did}
         exchanges += [Exchange(line, c.axis, c.kind, c.start, c.stop, c.bytes) for c in observed.collectives]
         for send, nbytes in observed.sent:
             assert send.other is not None
@@ -243,30 +245,30 @@ def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
 
 def _measured_slots(seen: Seen) -> list[Slot]:
     """The slots of a rank, in order. The time of the step before the first action is ``begin``, after the last one ``end``."""
-    actions = [(start, stop) for what, start, stop in seen.did if isinstance(what, Action)]
+    actions = [(start, stop) for activity, start, stop in seen.did if isinstance(activity, Action)]
     spans: list[tuple[float, float, Action | str]] = []
-    for what, start, stop in seen.did:
-        if what != "step":
-            spans.append((start, stop, what))
+    for activity, start, stop in seen.did:
+        if activity != "step":
+            spans.append((start, stop, activity))
         elif actions:
             spans += [(start, min(actions)[0], "begin"), (max(stop for _, stop in actions), stop, "end")]
         else:
             spans.append((start, stop, "begin"))
     return [
-        _slot(what, start, stop, _parts_of(start, stop, seen.collectives))
-        for start, stop, what in sorted(spans, key=lambda span: span[:2])
+        _slot(activity, start, stop, _parts_of(start, stop, seen.collectives))
+        for start, stop, activity in sorted(spans, key=lambda span: span[:2])
     ]
 
 
 def _parts_of(start: float, stop: float, collectives: Iterable[Collective]) -> dict[str, float]:
     """The parts of an interval, if the host waited for its collectives; else empty, since only the sum is known."""
     parts: dict[str, float] = {}
-    for one in collectives:
-        if not one.waited:
+    for collective in collectives:
+        if not collective.waited:
             return {}
-        overlap = min(stop, one.stop) - max(start, one.start)
+        overlap = min(stop, collective.stop) - max(start, collective.start)
         if overlap > 0:
-            name = f"communication over {one.axis}"
+            name = f"communication over {collective.axis}"
             parts[name] = parts.get(name, 0.0) + overlap
     return {"compute": stop - start - sum(parts.values()), **parts}
 
@@ -295,23 +297,25 @@ def differences(predicted: Timeline, measured: Timeline) -> dict[str, tuple[floa
     Communication is a kind of its own if the measured timeline has the parts of its slots.
     """
     apart = any(slot.parts for line in measured.lines for slot in line.slots)
-    one, other = seconds_by_kind(predicted, apart=apart), seconds_by_kind(measured, apart=apart)
-    pairs = {kind: (one.get(kind, 0.0), other.get(kind, 0.0)) for kind in (*one, *other)}
+    first, second = seconds_by_kind(predicted, apart=apart), seconds_by_kind(measured, apart=apart)
+    pairs = {kind: (first.get(kind, 0.0), second.get(kind, 0.0)) for kind in (*first, *second)}
     return dict(sorted(pairs.items(), key=lambda pair: -max(pair[1])))
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
-def _slot(what: Action | str, start: float, stop: float, parts: Mapping[str, float] | None = None) -> Slot:
-    if isinstance(what, Action):
-        return Slot(start, stop, WORDS[what.kind], what.stage, what.microbatch, parts or {})
-    return Slot(start, stop, "begin" if what.startswith("step") else what, parts=parts or {})
+def _slot(activity: Action | str, start: float, stop: float, parts: Mapping[str, float] | None = None) -> Slot:
+    """The slot of an action, or of a phase of the step."""
+    if isinstance(activity, Action):
+        return Slot(start, stop, WORDS[activity.kind], activity.stage, activity.microbatch, parts or {})
+    return Slot(start, stop, "begin" if activity.startswith("step") else activity, parts=parts or {})
 
 
 def _parts(spent: Spent) -> dict[str, float]:
+    """The parts of a predicted action: see ``Slot.parts``."""
     parts = {"compute": spent.device.seconds, "host": spent.host.seconds}
-    parts |= {f"communication over {axis}": one.seconds for axis, one in spent.exposed.items()}
+    parts |= {f"communication over {axis}": estimate.seconds for axis, estimate in spent.exposed.items()}
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
@@ -323,6 +327,7 @@ def _timeline(
     transfers: Sequence[Transfer],
     exchanges: Sequence[Exchange] = (),
 ) -> Timeline:
+    """The timeline of slots. ``slots``: those of each rank of the pipeline axis."""
     lines = []
     for pp, slots_of_rank in enumerate(slots):
         stages = tuple(stage for stage, pp_of_stage in enumerate(schedule.stage_rank) if pp_of_stage == pp)

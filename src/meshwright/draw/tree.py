@@ -116,16 +116,16 @@ class _Columns:
         ]
         layouts += [self.ranks(facts)] * self.has_branches
         name = self.map.example(row, self.rank)
-        held = slices_text(self.map.slices(name, self.rank), facts.shape)
-        return [shape_text(facts), *layouts, held if self.map.holds(name, self.rank) else "nothing"]
+        slices = slices_text(self.map.slices(name, self.rank), facts.shape)
+        return [shape_text(facts), *layouts, slices if self.map.holds(name, self.rank) else "nothing"]
 
     def ranks(self, facts: ParameterFacts) -> str:
         """The ranks that hold a parameter, such as ``all``, or ``2–7 (tp[2:8])`` for one of a branch."""
         if facts.places == (0,):
             return "all" if facts.stages == (0,) else "of its stage"
-        held = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
+        holders = sorted(rank for ranks, _ in self.map.held_by(facts.name) for rank in ranks)
         submeshes = [self.map.recipe.places.spelled(number) or "the trunk" for number in facts.places]
-        return f"{ranks_text(held)} ({', '.join(submeshes)})"
+        return f"{ranks_text(holders)} ({', '.join(submeshes)})"
 
     def tree(self) -> Tree:
         titles = self.titles()[: -1 if self.below else None]
@@ -145,7 +145,7 @@ class _Columns:
             self.grow(tree.add(label), child, depth + 1)
 
     def leaf(self, node: _Node, row: Row, depth: int) -> RenderableType:
-        *cells, held = self.cells(row)
+        *cells, slices = self.cells(row)
         facts = row.first
         styles = [
             "",
@@ -155,11 +155,11 @@ class _Columns:
             ),
             *[""] * self.has_branches,
         ]
-        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), held)] if self.below else []
+        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), slices)] if self.below else []
         tp = self.map.recipe.places[facts.places[0]].tp > 1
         below += [Text(remark, style="dim") for remark in remarks(facts, tp)]
         if not self.below:
-            cells, styles = [*cells, held], [*styles, ""]
+            cells, styles = [*cells, slices], [*styles, ""]
         line = self.line(node.label, depth, cells, styles)
         return Group(line, *(Padding(text, (0, 0, 0, 2), expand=False) for text in below)) if below else line
 

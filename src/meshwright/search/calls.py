@@ -1,4 +1,4 @@
-"""``Calls``: functions and collectives, counted; their sizes are lines in the rows of a microbatch."""
+"""``Calls``: counts of functions and collectives. Their sizes are linear in the rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.hardware.collectives import CollectiveKind, collective, neighbou
 from meshwright.hardware.profile import Profile, Work
 
 Line = tuple[float, float]
-"""(a, b): a + b · rows"""
+"""(a, b) stands for a + b · rows."""
 OpKey = tuple[Work, str, Line, Line]
 """(kind, dtype, operations, bytes)"""
 ExchangeKey = tuple[CollectiveKind, int, Line]
@@ -21,7 +21,12 @@ K = TypeVar("K", OpKey, ExchangeKey)
 
 @dataclass(frozen=True)
 class Calls:
-    """Functions and collectives, counted: (what, its sizes as lines) → how often."""
+    """Counts of functions and collectives.
+
+    Attributes:
+        ops: (kind, dtype, operations, bytes) → number of calls; operations and bytes are lines.
+        exchanges: (kind, ranks, bytes) → number of calls; bytes are a line.
+    """
 
     ops: Mapping[OpKey, float]
     exchanges: Mapping[ExchangeKey, float]
@@ -33,26 +38,25 @@ class Calls:
         return Calls(_added(self.ops, other.ops, -1), _added(self.exchanges, other.exchanges, -1))
 
     def times(self, number: float) -> Calls:
-        """So many of these."""
-        nothing = NO_CALLS
-        return Calls(_added(nothing.ops, self.ops, number), _added(nothing.exchanges, self.exchanges, number))
+        """All counts, multiplied by ``number``."""
+        return Calls(_added({}, self.ops, number), _added({}, self.exchanges, number))
 
     @property
     def count(self) -> float:
-        """Functions."""
+        """The number of function calls."""
         return sum(self.ops.values())
 
     def host(self, profile: Profile, seconds: float) -> float:
-        """Seconds of a host that takes so many for a function."""
-        moved = sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
-        return self.count * seconds + moved * profile.host_collective
+        """Seconds of the host. ``seconds``: of the host for each function."""
+        collectives = sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
+        return self.count * seconds + collectives * profile.host_collective
 
     def work(self, rows: float) -> float:
-        """Operations and bytes, as planning weighs them when it cuts stages (``graph.Event.work``)."""
+        """Operations and weighted bytes, with the weight that planning uses to cut stages (``graph.Event.work``)."""
         return sum(n * (at(flops, rows) + INTENSITY * at(moved, rows)) for (_, _, flops, moved), n in self.ops.items())
 
     def device(self, profile: Profile, rows: float, only: Work | None = None) -> float:
-        """Seconds on the device. ``only``: of work of this kind."""
+        """Seconds on the device. ``only``: count only functions of this kind."""
         return sum(
             n * profile.compute(at(flops, rows), at(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
@@ -60,7 +64,7 @@ class Calls:
         )
 
     def exchange(self, profile: Profile, rows: float) -> float:
-        """Seconds of collectives over tp, whose ranks are neighbours."""
+        """Seconds of collectives over tp. Ranks of a tp group are neighbours."""
         return sum(
             n * collective(profile, kind, round(at(nbytes, rows)), neighbours(profile, ranks)).seconds
             for (kind, ranks, nbytes), n in self.exchanges.items()
@@ -72,13 +76,13 @@ NO_CALLS = Calls({}, {})
 
 
 def at(line: Line, number: float) -> float:
-    """The line's value, not below zero."""
+    """The value of a line at ``number`` rows, at least 0.0."""
     return max(0.0, line[0] + line[1] * number)
 
 
 def _added(one: Mapping[K, float], other: Mapping[K, float], times: float) -> dict[K, float]:
-    """One and so many times the other; nothing below zero."""
-    found = dict(one)
+    """one + times · other, without the keys whose sum is not positive."""
+    total = dict(one)
     for key, number in other.items():
-        found[key] = found.get(key, 0.0) + times * number
-    return {key: number for key, number in found.items() if number > 1e-9}
+        total[key] = total.get(key, 0.0) + times * number
+    return {key: number for key, number in total.items() if number > 1e-9}

@@ -1,4 +1,4 @@
-"""``chosen_plan``: the plan that ``mesh: auto`` stands for: the first that ``find_plans`` gives and that the model takes."""
+"""``chosen_plan``: the plan for ``mesh: auto``: the first plan of ``find_plans`` that can be made into a recipe."""
 
 from __future__ import annotations
 
@@ -30,32 +30,42 @@ def chosen_plan(
     loss: Loss | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan, and what was chosen and why. From a plain process.
+    """Completes a plan with ``mesh: auto``. Call it in a plain process, without a process group.
 
     Args:
-        plan: with ``mesh: auto``. What it says is kept; the mesh is found, and what it leaves out of ``plan.keys.SEARCHED``.
+        plan: with ``mesh: auto``. Its settings stay. The search chooses the mesh, and those of ``plan.keys.SEARCHED`` that the
+            plan does not set.
 
     The other arguments are those of ``find_plans``.
 
+    Returns:
+        (the plan, notes that say what was chosen and why).
+
     Raises:
-        PlanError: no plan fits, or the model takes none of the best.
+        PlanError: no plan fits in memory, or none of the best can be made into a recipe.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    said = {"precision": plan.precision, **plan.settings()}
-    del said["mesh"]
-    found = find_plans(
-        build, batch, devices=devices, nodes=nodes, global_batch=global_batch, hardware=profile, options=said,
+    settings = {"precision": plan.precision, **plan.settings()}
+    del settings["mesh"]
+    search_result = find_plans(
+        build, batch, devices=devices, nodes=nodes, global_batch=global_batch, hardware=profile, options=settings,
         loss=loss, tell=tell,
     )  # fmt: skip
     rows = global_batch or rows_of(batch)
-    first = _first_taken(build, repeated(batch, rows), found, loss)
-    return first.plan, tuple(_notes(found, first, plan, f"{devices} ranks of {profile.name} and {rows} rows a step"))
+    first = _first_taken(build, repeated(batch, rows), search_result, loss)
+    return first.plan, tuple(
+        _notes(search_result, first, plan, f"{devices} ranks of {profile.name} and {rows} rows a step")
+    )
 
 
-def _first_taken(build: Build, batch: Any, found: Found, loss: Loss | None) -> Proposal:
-    """The first whose plan can be made into a recipe: entries of modules may ask for what not every mesh has."""
+def _first_taken(build: Build, batch: Any, search_result: Found, loss: Loss | None) -> Proposal:
+    """The first proposal whose plan can be made into a recipe. Entries of ``modules`` may need an axis that a mesh lacks.
+
+    Raises:
+        PlanError: of the first proposal, if no plan can be made into a recipe.
+    """
     problems: list[PlanError] = []
-    for proposal in found.plans:
+    for proposal in search_result.plans:
         try:
             make_recipe(build, proposal.plan, batch, loss)
         except PlanError as problem:
@@ -65,15 +75,16 @@ def _first_taken(build: Build, batch: Any, found: Found, loss: Loss | None) -> P
     raise problems[0]
 
 
-def _notes(found: Found, first: Proposal, plan: Plan, where: str) -> list[str]:
+def _notes(search_result: Found, first: Proposal, plan: Plan, size: str) -> list[str]:
+    """The notes about a chosen plan. ``size``: the devices and rows of a step, as text."""
     terms = sorted(first.terms.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{term} {seconds / first.seconds:.0%}" for term, seconds in terms if seconds > 0)
     chosen = first.plan.settings()
-    beside = [f"{key}: {str(chosen[key]).lower()}" for key in SEARCHED if key in chosen and key not in plan.said]
+    added = [f"{key}: {str(chosen[key]).lower()}" for key in SEARCHED if key in chosen and key not in plan.said]
     return [
-        f"mesh: {first.plan.mesh}{''.join(f', {setting}' for setting in beside)}: found by mesh: auto for {where}, of"
-        f" {found.considered} plans, of which {found.fitting} fit; a step is estimated at"
+        f"mesh: {first.plan.mesh}{''.join(f', {setting}' for setting in added)}: found by mesh: auto for {size}, of"
+        f" {search_result.considered} plans, of which {search_result.fitting} fit; a step is estimated at"
         f" {duration_text(first.seconds)} ({shares})",
-        *(found.why if first is found.plans[0] else ()),
-        *found.notes,
+        *(search_result.why if first is search_result.plans[0] else ()),
+        *search_result.notes,
     ]

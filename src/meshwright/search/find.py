@@ -1,9 +1,9 @@
-"""``find_plans``: the best plans of a model for so many devices, with what they take, and why.
+"""``find_plans``: searches the fastest plans of a model for a number of devices.
 
-    model ──► pieces at each size of tp          a few rehearsals each (pieces.py)
-          ──► every candidate, estimated         arithmetic (estimate.py, space.py)
-          ──► the best that fit, predicted       rehearsed as ``predict`` does
-          ──► sorted by what was predicted
+    model ──► pieces at each size of tp          a few rehearsals for each size (pieces.py)
+          ──► estimate of every candidate        arithmetic (estimate.py, space.py)
+          ──► prediction of the best that fit    rehearsals by ``predict``, if asked for
+          ──► sorted by predicted seconds
 
 Deterministic: the same model and hardware give the same plans in the same order.
 """
@@ -31,11 +31,11 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search.estimate import Estimated, Estimator
-from meshwright.search.pieces import MANY, SHARD, Pieces
+from meshwright.search.pieces import DP_SHARD, MANY_ROWS, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
-MOST_TIMES = 11  # powers of two of devices that are looked at where a plan does not fit
+MOST_TIMES = 11  # if a plan does not fit, the most powers of two by which the number of devices is multiplied
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -44,10 +44,10 @@ class Proposal:
     """A plan that was found.
 
     Attributes:
-        plan: runs as it is.
-        estimate: what the search ranked it by.
-        prediction: what ``predict`` says of it; None if it was not asked.
-        measured: what a run on this machine took; None if it was not run.
+        plan: a complete plan, ready to run.
+        estimate: the search ranked the plan by it.
+        prediction: of ``predict``; None if the plan was not rehearsed.
+        measured: of a run on this machine; None if the plan was not run.
     """
 
     plan: Plan
@@ -57,17 +57,17 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as predicted, or estimated."""
+        """Seconds of a step: the prediction; without it, the estimate."""
         return self.prediction.seconds.seconds if self.prediction is not None else self.estimate.seconds
 
     @property
     def nbytes(self) -> float:
-        """That live on the fullest rank, as predicted, or estimated."""
+        """Peak bytes of the rank that needs most memory: the prediction; without it, the estimate."""
         return float(self.prediction.peak) if self.prediction is not None else self.estimate.nbytes
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The seconds' lower and upper end."""
+        """Lower and upper bound of the seconds."""
         if self.prediction is not None:
             return self.prediction.seconds.low, self.prediction.seconds.high
         seconds = Estimate(self.estimate.seconds, self.estimate.scatter)
@@ -75,17 +75,21 @@ class Proposal:
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """Of the seconds."""
+        """Name of a part of the step → its seconds."""
         return self.prediction.seconds.waterfall if self.prediction is not None else self.estimate.terms
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """Plans of one family, sizes of pp and tp, of which none fits.
+    """A family of plans, with equal pp and tp, of which none fits in memory.
 
     Attributes:
-        least: of its plans the one that needs least, and ``nbytes`` of memory it needs on a device, of ``capacity``.
-        change: the nearest change with which it would fit, in words; empty if none was found.
+        pp, tp: the sizes of these axes.
+        count: number of plans in the family.
+        least: the plan of the family that needs least memory.
+        nbytes: the bytes of a device that ``least`` needs.
+        capacity: the bytes that a device has.
+        change: the smallest change with which ``least`` would fit, as text; empty if there is none.
     """
 
     pp: int
@@ -99,15 +103,16 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        plans: the best ones, of one size of pp and tp each, best first.
-        considered: how many candidates were estimated; ``fitting``: how many of them fit.
-        frontier: of those that fit, those than which none is both faster and smaller, by their estimates; smallest first.
-        rejected: families of which none fits.
-        why: what makes the first faster than the next ones, in words.
-        notes: what a reader should know.
+        plans: the best plans, at most one of each family (pp, tp), fastest first.
+        considered: number of candidates that were estimated.
+        fitting: number of these that fit in memory.
+        frontier: the Pareto frontier of seconds and bytes, by the estimates of the candidates that fit; smallest bytes first.
+        rejected: families of which no plan fits.
+        why: texts: why the first plan is faster than each of the others.
+        notes: texts about the limits of the search.
     """
 
     plans: tuple[Proposal, ...]
@@ -135,22 +140,28 @@ def find_plans(
     verify: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """The best plans for a model on so many devices. From a plain process; it allocates no parameter.
+    """Searches the fastest plans of a model for a number of devices.
+
+    Call it in a plain process, without a process group. It allocates no parameter.
 
     Args:
         build: makes the model.
-        batch: a sample; its rows are repeated to ``global_batch`` of them.
-        devices: ranks; ``nodes``: that they stand on, default as many as the profile's nodes take.
-        global_batch: rows of a step; default those of ``batch``.
+        batch: a sample. Its rows are repeated up to ``global_batch``.
+        devices: number of ranks.
+        nodes: number of nodes of these ranks. Default: as many as the profile needs for them.
+        global_batch: rows of a step. Default: the rows of ``batch``.
         hardware: a profile, its name, or the path of its YAML file.
-        options: what every plan has: ``precision``, entries of ``modules``, and any other setting but the mesh; what is said
-            there is not varied. Default: ``bfloat16``, and ``float32`` on a CPU.
-        top: how many plans.
-        verify: whether ``predict`` rehearses them: surer than an estimate, and slower.
-        tell: is told what is done next.
+        options: settings of every plan, such as ``precision`` and ``modules``, but not ``mesh``. The search does not vary
+            settings that are in ``options``. Default: ``bfloat16``; on a CPU, ``float32``.
+        loss: the loss function; see ``parallelize``.
+        optimizer: makes the optimizer. Default: AdamW.
+        max_norm: the largest gradient norm after clipping; None: no clipping.
+        top: number of plans in the result.
+        verify: whether ``predict`` rehearses the best plans: more accurate than an estimate, and slower.
+        tell: is called with a text before each rehearsal.
 
     Raises:
-        PlanError: wrong arguments, or no plan that fits.
+        PlanError: an argument is wrong, or no plan fits.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     options = dict(options or {"precision": "float32" if profile.cores else "bfloat16"})
@@ -158,7 +169,7 @@ def find_plans(
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    space = _Space.of(model, devices, _per_node(devices, nodes, profile), capacity, tell)
+    space = _Space.of_model(model, devices, _per_node(devices, nodes, profile), capacity, tell)
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
@@ -173,7 +184,7 @@ def find_plans(
 
 @dataclass(frozen=True)
 class _Model:
-    """What plans are searched for: a model, its batch of ``rows``, the devices, and what every plan has."""
+    """The inputs of a search: see the arguments of ``find_plans``. ``rows``: of a step."""
 
     build: Build
     batch: Any
@@ -185,21 +196,26 @@ class _Model:
     max_norm: float | None
 
     def estimated(self, estimate: Estimated, blocks: Sequence[str]) -> Proposal:
-        """The plan of a candidate. ``blocks``: the names of the repeated blocks."""
+        """The plan of an estimated candidate. ``blocks``: the names of the repeated blocks."""
         return Proposal(Plan.parse(estimate.candidate.plan(self.options, blocks)), estimate)
 
     def proposed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
-        """The plan of a candidate, rehearsed; None if the model cannot be cut so, or if it does not fit after all.
+        """The plan of an estimated candidate, rehearsed by ``predict``.
 
-        A pipeline is rehearsed with backwards in halves as well, if the plan may have them: what these copy and keep besides is
-        not in an estimate.
+        A pipeline is also rehearsed with split backwards (zero bubble), if the options allow that schedule. The estimates
+        do not include its extra copies and memory.
+
+        Returns:
+            None if the model cannot be cut into these stages, or if the plan does not fit by its prediction.
         """
-        of = estimate.candidate
-        ways = [estimate]
-        if of.pp > 1 and of.chunks == 1 and not of.recompute and self.options.get("schedule") is None:
-            ways.append(replace(estimate, candidate=replace(of, split=True)))
-        found = [one for way in ways if (one := self._rehearsed(way, blocks, tell)) is not None]
-        return min(found, key=lambda proposal: proposal.seconds, default=None)
+        candidate = estimate.candidate
+        estimates = [estimate]
+        may_split = candidate.pp > 1 and candidate.chunks == 1 and not candidate.recompute
+        if may_split and self.options.get("schedule") is None:
+            estimates.append(replace(estimate, candidate=replace(candidate, split=True)))
+        rehearsed = [self._rehearsed(each, blocks, tell) for each in estimates]
+        proposals = [proposal for proposal in rehearsed if proposal is not None]
+        return min(proposals, key=lambda proposal: proposal.seconds, default=None)
 
     def _rehearsed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
         proposal = self.estimated(estimate, blocks)
@@ -216,8 +232,14 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Space:
-    """Every candidate, estimated; whether pipelines are among them, where there could be some; the names of the repeated
-    blocks; and the bytes that any candidate needs."""
+    """All candidates of a search.
+
+    Attributes:
+        estimates: of every candidate.
+        pipelines: whether pipelines are among the candidates; True also for one device, where there can be none.
+        blocks: the names of the repeated blocks.
+        memory: candidate → its peak bytes on a device.
+    """
 
     estimates: tuple[Estimated, ...]
     pipelines: bool
@@ -225,20 +247,26 @@ class _Space:
     memory: Callable[[Candidate], float]
 
     @classmethod
-    def of(cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]) -> _Space:
-        """From a few rehearsals at each size of tp.
+    def of_model(
+        cls, model: _Model, devices: int, per_node: int, capacity: float, tell: Callable[[str], None]
+    ) -> _Space:
+        """Rehearses the model a few times at each size of tp, and estimates all candidates.
 
         Args:
-            capacity: bytes that may live on a device. Where it is too small for all activations, as many blocks keep theirs as
-                fit.
+            model: the inputs of the search.
+            devices: number of ranks.
+            per_node: devices of a node.
+            capacity: bytes of memory of a device. If it is too small for all activations, candidates with selective
+                recomputation are added: as many blocks as fit keep their activations.
+            tell: see ``find_plans``.
         """
         options = model.options
         fixed = {key: value for key, value in options.items() if key not in SEARCHED}
         rehearsals = Rehearsals(
-            model.build, repeated(model.batch, MANY * SHARD), fixed, model.loss, model.optimizer, model.max_norm
+            model.build, repeated(model.batch, MANY_ROWS * DP_SHARD), fixed, model.loss, model.optimizer, model.max_norm
         )
         pieces = _pieces(rehearsals, devices, per_node, tell)
-        blocks = max(one.blocks for one in pieces.values())
+        blocks = max(of_tp.blocks for of_tp in pieces.values())
         alone = blocks and 1 in pieces  # a plan may ask for slices of tp
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
@@ -247,8 +275,11 @@ class _Space:
         staged = blocks if sends is not None else 0
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
-            every += [some for one in every if (some := estimator.selected(one, capacity)) is not None]
-        return cls(tuple(map(estimator.of, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory)
+            selective = [estimator.selected(candidate, capacity) for candidate in every]
+            every += [candidate for candidate in selective if candidate is not None]
+        return cls(
+            tuple(map(estimator.estimate, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory
+        )
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
@@ -263,10 +294,12 @@ def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
 
 
 def _order(estimate: Estimated) -> tuple[float, float, str]:
+    """Sort key: fastest first; among equally fast candidates, the smaller one first."""
     return estimate.seconds, estimate.nbytes, str(estimate.candidate)
 
 
 def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
+    """The number of devices of a node. Raises PlanError if the devices do not divide over the nodes."""
     findings = Findings("this search")
     if devices < 1:
         findings.add(where="devices", given=str(devices), required="at least 1", fix="devices=8")
@@ -280,35 +313,45 @@ def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
 
 
 def _pieces(rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
-    """Raises PlanError if the model takes no size of tp under these settings: the first one's."""
-    found: dict[int, Pieces] = {}
+    """Size of tp → the model's pieces, for the sizes that the model allows.
+
+    Raises:
+        PlanError: the model allows no size of tp. The error is that of the first size.
+    """
+    pieces: dict[int, Pieces] = {}
     problems: list[PlanError] = []
     for tp in divisors(devices):
         if tp <= per_node:
             tell(f"rehearsing a few blocks with tp={tp}")
             try:
-                one = rehearsals.pieces(tp)
+                pieces_of_tp = rehearsals.pieces(tp)
             except PlanError as problem:
-                problems.append(problem)  # the model does not divide so
+                problems.append(problem)  # the model cannot be sharded over this size
                 continue
-            if one is not None:
-                found[tp] = one
-    if not found:
+            if pieces_of_tp is not None:
+                pieces[tp] = pieces_of_tp
+    if not pieces:
         raise problems[0]
-    return found
+    return pieces
 
 
 def repeated(batch: Any, rows: int) -> Any:
-    """A batch of so many rows: those of the sample, again and again."""
-    have = rows_of(batch)
-    if rows <= have:
+    """A batch of ``rows`` rows: the rows of the sample, repeated in their order or cut off."""
+    sample_rows = rows_of(batch)
+    if rows <= sample_rows:
         return take_rows(batch, 0, rows)
-    index = torch.arange(rows) % have
-    return mapped(lambda t: t[index] if t.dim() and t.shape[0] == have else t, batch)
+    index = torch.arange(rows) % sample_rows
+    return mapped(lambda t: t[index] if t.dim() and t.shape[0] == sample_rows else t, batch)
 
 
 def _best(fitting: Sequence[Estimated], proposed: Callable[[Estimated], Proposal | None], top: int) -> list[Proposal]:
-    """The fastest, of as many families: within one, plans differ little."""
+    """The fastest plan of each of ``top`` families, fastest first. (Within a family, plans differ little.)
+
+    Args:
+        fitting: the candidates that fit, fastest first.
+        proposed: makes the plan of a candidate; None if the plan cannot be used.
+        top: number of plans. At most four times as many candidates are tried.
+    """
     plans: list[Proposal] = []
     families: set[tuple[int, int]] = set()
     tried = 0
@@ -325,47 +368,59 @@ def _best(fitting: Sequence[Estimated], proposed: Callable[[Estimated], Proposal
 
 
 def _frontier(fitting: Iterable[Estimated]) -> tuple[Estimated, ...]:
-    """Those than which none is both faster and smaller, smallest first."""
-    found: list[Estimated] = []
+    """The Pareto frontier of bytes and seconds, smallest bytes first."""
+    frontier: list[Estimated] = []
     for estimate in sorted(fitting, key=lambda e: (e.nbytes, e.seconds)):
-        if not found or estimate.seconds < found[-1].seconds:
-            found.append(estimate)
-    return tuple(found)
+        if not frontier or estimate.seconds < frontier[-1].seconds:
+            frontier.append(estimate)
+    return tuple(frontier)
 
 
 def _rejected(
     estimates: Sequence[Estimated], capacity: float, memory: Callable[[Candidate], float]
 ) -> tuple[Rejected, ...]:
+    """The families of which no candidate fits into ``capacity`` bytes. ``memory``: candidate → its peak bytes."""
     families: dict[tuple[int, int], list[Estimated]] = {}
     for estimate in estimates:
         families.setdefault(estimate.candidate.family, []).append(estimate)
-    fitting = {family for family, those in families.items() if min(e.nbytes for e in those) <= capacity}
+    fitting = {family for family, members in families.items() if min(e.nbytes for e in members) <= capacity}
     rejected = []
-    for (pp, tp), those in sorted(families.items()):
-        least = min(those, key=lambda e: (e.nbytes, e.seconds))
+    for (pp, tp), members in sorted(families.items()):
+        least = min(members, key=lambda e: (e.nbytes, e.seconds))
         if least.nbytes > capacity:
             change = _change(least.candidate, capacity, memory, fitting)
-            rejected.append(Rejected(pp, tp, len(those), least.candidate, least.nbytes, capacity, change))
+            rejected.append(Rejected(pp, tp, len(members), least.candidate, least.nbytes, capacity, change))
     return tuple(rejected)
 
 
 def _change(
-    of: Candidate, capacity: float, memory: Callable[[Candidate], float], families: Collection[tuple[int, int]]
+    candidate: Candidate, capacity: float, memory: Callable[[Candidate], float], families: Collection[tuple[int, int]]
 ) -> str:
-    """The nearest change with which a candidate would fit: the next larger family that does, or more devices to shard over."""
-    larger = [f for f in families if f[0] >= of.pp and f[1] >= of.tp]
+    """The smallest change with which a candidate would fit, as text: a larger family that fits, or more devices to shard over.
+
+    Args:
+        capacity: bytes of memory of a device.
+        memory: candidate → its peak bytes.
+        families: (pp, tp) of the families that fit.
+
+    Returns:
+        A text; empty if no change was found.
+    """
+    larger = [f for f in families if f[0] >= candidate.pp and f[1] >= candidate.tp]
     nearest = min(larger, key=lambda f: (f[0] * f[1], f), default=None)
-    ways = [f"pp={nearest[0]}, tp={nearest[1]} on as many devices"] if nearest else []
+    changes = [f"pp={nearest[0]}, tp={nearest[1]} on as many devices"] if nearest else []
     for times in (2**i for i in range(1, MOST_TIMES)):
-        if memory(replace(of, dp_shard=times * of.dp_shard)) <= capacity:
-            ways.append(f"{times} times the devices, dp_shard={times * of.dp_shard}")
+        if memory(replace(candidate, dp_shard=times * candidate.dp_shard)) <= capacity:
+            changes.append(f"{times} times the devices, dp_shard={times * candidate.dp_shard}")
             break
-    return " or ".join(ways)
+    return " or ".join(changes)
 
 
 def _why(plans: Sequence[Proposal]) -> Iterable[str]:
-    """What the first has less of than each of the others: the largest difference of their terms; and what to measure where
-    their intervals meet."""
+    """Texts about each plan but the first: how much longer it takes, and the term that differs most.
+
+    If the intervals of its seconds and those of the first plan overlap, another text says what to measure to decide.
+    """
     best, *others = plans
     for other in others:
         more = {term: other.terms.get(term, 0.0) - best.terms.get(term, 0.0) for term in {**best.terms, **other.terms}}
@@ -378,7 +433,7 @@ def _why(plans: Sequence[Proposal]) -> Iterable[str]:
 
 
 def _decides(term: str) -> str:
-    """What to measure of the hardware, where two plans differ most in this term."""
+    """What to measure of the hardware, as text, if two plans differ most in ``term``."""
     if term == "tp" or term == "data" or term.startswith("communication"):
         return f"collectives of these sizes on these devices, for the profile's links ({term} differs most)"
     if "host" in term or "clip" in term or "optimizer" in term:
@@ -387,6 +442,7 @@ def _decides(term: str) -> str:
 
 
 def _nothing(space: _Space, devices: int, rows: int, profile: Profile, options: Mapping[str, Any]) -> PlanError:
+    """The error for a search in which no plan fits, or no mesh divides the batch."""
     findings, estimates = Findings("this search"), space.estimates
     if not estimates:
         pieces = options.get("microbatches") or 1

@@ -1,4 +1,4 @@
-"""``measured``: the plans that a search found, run for some steps on this machine, and sorted by what was measured."""
+"""``measured``: runs the plans of a search for some steps on this machine, and sorts them by their measured seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.workers.pool import LocalWorkers
 
 
 def measured(
-    found: Found,
+    search_result: Found,
     build: Build,
     batch: Any,
     *,
@@ -29,12 +29,14 @@ def measured(
     max_norm: float | None = 1.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Found:
-    """What a search found, its plans measured in local processes, the one with the fastest measured step first.
+    """Measures the plans of a search in local processes. Returns the result with the plan of the fastest measured step first.
 
     Args:
-        steps: of each plan, at least 2, of which memory is measured; as many again are timed, and their median counts.
-        workers: at least as many as the plans have ranks, with as many threads each as the profile was measured with.
-        global_batch: rows of a step, as the search had them.
+        search_result: the plans to measure.
+        steps: at least 2. Each plan runs this number of steps to measure memory, and then as many again to measure time: the
+            median counts.
+        workers: at least as many as a plan has ranks, with as many threads each as in the measurement of the profile.
+        global_batch: rows of a step, as in the search.
 
     The other arguments are those of ``find_plans``.
 
@@ -43,19 +45,21 @@ def measured(
     """
     rows = repeated(batch, global_batch or rows_of(batch))
     plans = []
-    for proposal in found.plans:
+    for proposal in search_result.plans:
         tell(f"running {proposal.plan.mesh}")
         run = measure(
             build, rows, proposal.plan, loss=loss, optimizer=optimizer, max_norm=max_norm, steps=steps, workers=workers
         )
         plans.append(replace(proposal, measured=run))
     plans.sort(key=lambda proposal: proposal.measured.seconds.seconds if proposal.measured is not None else 0.0)
-    return replace(found, plans=tuple(plans), why=tuple(_why(plans)))
+    return replace(search_result, plans=tuple(plans), why=tuple(_why(plans)))
 
 
 def _why(plans: Sequence[Proposal]) -> Iterator[str]:
-    """By how much the others are slower, as measured, and whether scatter may have decided that."""
-    best, *others = ((one.plan.mesh, one.measured.seconds) for one in plans if one.measured is not None)
+    """Texts about each plan but the first: how much slower it is, and whether the difference is within the scatter."""
+    best, *others = (
+        (proposal.plan.mesh, proposal.measured.seconds) for proposal in plans if proposal.measured is not None
+    )
     for mesh, seconds in others:
         yield f"{mesh} took {duration_text(seconds.seconds - best[1].seconds)} longer, measured"
         if best[1].high >= seconds.low:

@@ -1,13 +1,13 @@
-"""``Pieces``: what a block of a model takes, and what the rest takes, with so many ranks of tp; linear in a microbatch's rows.
+"""``Pieces``: the costs of a block of a model, and of its other layers, at one size of tp, as lines in a microbatch's rows.
 
-Three rehearsals say it: of few blocks with two rows, of one block more, and of few blocks with four rows. So a search can tell
-thousands of plans apart by arithmetic alone (``estimate.py``).
+Three rehearsals give them: few blocks with two rows, one block more, and few blocks with four rows. Then a search compares
+thousands of plans by arithmetic alone (``estimate.py``).
 
-    few blocks, two rows     first  b b    last       b = (f(4) - f(2)) / 2,  a = f(2) - 2 b   of each function
-    one block more           first  b b b  last       the function list of a block is what is more here
+    few blocks, two rows     first  b b    last       each function f: b = (f(4) - f(2)) / 2,  a = f(2) - 2 b
+    one block more           first  b b b  last       the functions of a block are those that only this rehearsal has
     few blocks, four rows    first  b b    last
 
-Not one row: a dim of size 1 needs no copy, where one of another size does.
+No rehearsal has one row: torch skips copies for dims of size 1 that other sizes need.
 """
 
 from __future__ import annotations
@@ -27,19 +27,26 @@ from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
 
-SHARD = 2  # ranks of dp_shard in a rehearsal: as few as have something to gather
-FEW, MANY = 2, 4  # rows of a rank
-KEPT = 2  # blocks of a kind: the first is computed with others' parameters on their way, the last without
+DP_SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gathers parameters
+FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
+# blocks of a kind in a rehearsal: FSDP prefetches parameters of the next block during the first, and none during the last
+FEW_BLOCKS = 2
 OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
-"""FSDP2's own copies around its collectives: as many as units are gathered and reduced, however many microbatches there are.
+"""FSDP2's copies around its collectives. Their number depends on the gathers and reductions of units, not on microbatches, so
 ``Estimator`` counts them."""
 _COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCED, UNSHARDED)
-"""What ``Estimator`` counts by the elements that a rank holds."""
+"""Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A forward, or a backward: what a block takes, what comes before all blocks in the forward's order, and after them."""
+class PassCalls:
+    """The calls of a forward, or of a backward.
+
+    Attributes:
+        block: of one block.
+        first: of the layers before all blocks, in the order of the forward.
+        last: of the layers after all blocks.
+    """
 
     block: Calls
     first: Calls
@@ -48,30 +55,33 @@ class Way:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a model takes at one size of tp.
+    """The costs of a model's pieces at one size of tp.
 
     Attributes:
-        tp: ranks; ``sequence``: whether sequence parallelism is on.
-        blocks: how many; 0: nothing is repeated, and ``forward.last`` is all.
-        elements: of parameters that one rank of tp holds: of a block, of what comes before, of what comes after.
-        tied: of ``elements``, those that stand before and after: a pipeline's last stage has a copy of them.
-        kept: bytes that live between steps, for an element.
-        held: bytes for the backward, of a block, for a row.
-        other: bytes besides at the peak of a forward and backward, as a line in the rows: without gradients, and without
-            ``unsharded``, those of the parameters that FSDP2 has gathered at that moment.
-        updating: bytes that clipping and the optimizer need besides, gradients among them, for an element.
-        update: what clipping and the optimizer call, for an element; their sizes are for a rank that holds all of it.
-        updates: how many functions they call, as a line in the blocks of a rank.
+        tp: size of the axis.
+        sequence: whether sequence parallelism is on.
+        blocks: number of blocks. 0: no block is repeated, and ``forward.last`` is the full forward.
+        elements: parameter elements on one rank of tp: of (a block, the layers before all blocks, the layers after them).
+        tied: number of ``elements`` counted both before and after: tied weights, of which a pipeline's last stage has a copy.
+        forward, backward: the functions and collectives of the forward and of the backward.
+        persistent: bytes per element that live between steps.
+        activations: bytes per row that a block stores for its backward.
+        other: bytes at the peak of forward and backward besides these, as a line in the rows. Neither gradients nor
+            ``unsharded`` are counted.
+        unsharded: bytes of the parameters that FSDP2 has gathered at the peak.
+        updating: temporary bytes per element in clipping and the optimizer, including gradients.
+        update: the functions of clipping and the optimizer per element, with the sizes for an unsharded parameter.
+        updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
     """
 
     tp: int
     sequence: bool
     blocks: int
     elements: tuple[float, float, float]
-    forward: Way
-    backward: Way
-    kept: float
-    held: float
+    forward: PassCalls
+    backward: PassCalls
+    persistent: float
+    activations: float
     other: Line
     unsharded: float
     updating: float
@@ -81,7 +91,7 @@ class Pieces:
 
     @cached_property
     def total_elements(self) -> float:
-        """Of all parameters, each once."""
+        """Elements of all parameters. Tied ones count once."""
         block, first, last = self.elements
         return self.blocks * block + first + last - self.tied
 
@@ -92,155 +102,179 @@ class Pieces:
 def pieces_of(
     recipe: Recipe, kinds: Sequence[Sequence[str]], base: Trace, wide: Trace, more: Sequence[Trace]
 ) -> Pieces:
-    """What a model takes, from rehearsals of few of its blocks.
+    """The costs of a model's pieces, from rehearsals of few of its blocks.
 
     Args:
         recipe: of ``base``.
-        kinds: of each kind of repeated blocks, the names of all that the whole model has.
-        base: with ``KEPT`` blocks of each kind and ``FEW`` rows; ``wide``: with ``MANY`` rows.
-        more: with one block more, of one kind after the other.
+        kinds: for each kind of repeated blocks, the names of its blocks in the full model.
+        base: rehearsal with ``FEW_BLOCKS`` blocks of each kind and ``FEW_ROWS`` rows.
+        wide: as ``base``, with ``MANY_ROWS`` rows.
+        more: for each kind, as ``base`` with one more block of this kind.
     """
     numbers = [len(blocks) for blocks in kinds]
-    low, high = Lives.of(base), Lives.of(wide)
-    above = [Lives.of(trace) for trace in more]
-    held = (
-        sum(n * max(0, one.most - low.most) for n, one in zip(numbers, above, strict=True)) / max(sum(numbers), 1) / FEW
-    )
-    kept = KEPT * len(numbers)
-    spare = [lives.most - kept * held * rows for rows, lives in ((FEW, low), (MANY, high))]
+    low, high = PeakMemory.of_trace(base), PeakMemory.of_trace(wide)
+    longer = [PeakMemory.of_trace(trace) for trace in more]
+    differences = [max(0, memory.compute - low.compute) for memory in longer]
+    of_all_blocks = sum(number * nbytes for number, nbytes in zip(numbers, differences, strict=True))
+    activations = of_all_blocks / max(sum(numbers), 1) / FEW_ROWS
+    rehearsed_blocks = FEW_BLOCKS * len(numbers)
+    other = [
+        memory.compute - rehearsed_blocks * activations * rows for rows, memory in ((FEW_ROWS, low), (MANY_ROWS, high))
+    ]
     elements, tied = _elements(recipe, kinds)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
-    forward, backward = (_way(base, wide, more, numbers, kind, tp) for kind in "FB")
+    forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return Pieces(
-        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.kept / (local / SHARD), held,
-        _line(max(0.0, spare[0]), max(0.0, spare[1])), low.unsharded, low.updating / (local / SHARD),
+        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
+        activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / DP_SHARD),
         _update(base).times(1 / local), _updates(base, more), tied,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Lives:
-    """What lives in the last step of a rehearsal, beside what the run keeps.
+class PeakMemory:
+    """Bytes in the last step of a rehearsal.
 
     Attributes:
-        kept: bytes that the run keeps.
-        most: in its forward and backward, without gradients and gathered parameters.
-        unsharded: gathered parameters at that moment.
-        updating: in clipping and the optimizer, with gradients.
+        persistent: live between steps.
+        compute: at the peak of forward and backward, without ``persistent``, gradients and gathered parameters.
+        unsharded: gathered parameters at that peak.
+        updating: at the peak of clipping and the optimizer, without ``persistent`` but with gradients.
     """
 
-    kept: int
-    most: int
+    persistent: int
+    compute: int
     unsharded: int
     updating: int
 
     @classmethod
-    def of(cls, trace: Trace) -> Lives:
+    def of_trace(cls, trace: Trace) -> PeakMemory:
+        """Reads them from the trace of a rehearsal."""
         levels = levels_of(trace)
-        began = max((i for i, p in enumerate(levels.phases) if str(p.what).startswith("step")), default=0)
-        last = levels.phases[began:]
-        moments = [moment for phase in last if isinstance(phase.what, Action) for moment in phase.moments]
+        start = max((i for i, p in enumerate(levels.phases) if str(p.what).startswith("step")), default=0)
+        last_step_phases = levels.phases[start:]
+        moments = [moment for phase in last_step_phases if isinstance(phase.what, Action) for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
-        beside = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
-        at = max(range(len(moments)), key=beside.__getitem__)
-        updates = [m.nbytes for phase in last if phase.what in ("clip", "optimizer") for m in phase.moments]
-        unsharded = kinds[moments[at].at].get(UNSHARDED, 0)
-        return cls(levels.kept, beside[at], unsharded, max(0, max(updates, default=0) - levels.kept))
+        temporary = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
+        peak = max(range(len(moments)), key=temporary.__getitem__)
+        updates = [m.nbytes for phase in last_step_phases if phase.what in ("clip", "optimizer") for m in phase.moments]
+        unsharded = kinds[moments[peak].at].get(UNSHARDED, 0)
+        return cls(levels.kept, temporary[peak], unsharded, max(0, max(updates, default=0) - levels.kept))
 
 
 def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[float, float, float], float]:
-    """Elements that one rank of tp holds: of a block on average, of what comes before all blocks, and after; and of these,
-    those that stand before and after."""
-    often = {block: len(blocks) / KEPT for blocks in kinds for block in blocks}
+    """((elements of an average block, of the layers before all blocks, of those after), tied elements), on one rank of tp.
+
+    Tied elements count both before and after.
+    """
+    weights = {
+        block: len(blocks) / FEW_BLOCKS for blocks in kinds for block in blocks
+    }  # blocks of the full model for each here
     blocks = first = last = tied = 0.0
     for line in recipe.parameters:
         size = float(math.prod(line.local_shape(0)))
-        kind = next((block for block in often if line.name.startswith(block + ".")), None)
+        kind = next((block for block in weights if line.name.startswith(block + ".")), None)
         if kind is not None:
-            blocks += often[kind] * size
+            blocks += weights[kind] * size
         elif blocks:
             last += size
         else:
             first += size
-            tied += size if line.aliases and kinds else 0.0  # a tied table is in the last stage as well
+            tied += size if line.aliases and kinds else 0.0  # the last stage has a copy of tied weights
     count = sum(map(len, kinds))
     return ((blocks / count, first, last + tied), tied) if count else ((0.0, 0.0, first), 0.0)
 
 
-def _way(base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int) -> Way:
-    """What the functions of a block are is what a rehearsal with one block more has more of, wherever they stand."""
+def _pass_calls(
+    base: Trace, wide: Trace, more: Sequence[Trace], numbers: Sequence[int], kind: str, tp: int
+) -> PassCalls:
+    """The calls of a forward (kind ``F``) or backward (``B``).
+
+    The functions of a block are those that a rehearsal with one more block has in addition, in any order.
+
+    Args:
+        numbers: for each kind of blocks, their number in the full model.
+        tp: size of the axis.
+    """
     ops = _events(base, kind)
-    lined = _lined(ops, _events(wide, kind))
-    rest = _calls(lined, tp)
+    pairs = _paired(ops, _events(wide, kind))
+    rest = _calls(pairs, tp)
     if not more:
-        return Way(NO_CALLS, NO_CALLS, rest)
-    wider = dict(reversed(lined))
+        return PassCalls(NO_CALLS, NO_CALLS, rest)
+    with_many_rows = dict(reversed(pairs))
     longer = [_events(trace, kind) for trace in more]
     chunks = []
     for events in longer:
         block = (Counter(events) - Counter(ops)).elements()
-        chunk = _calls([(event, wider.get(event, _doubled(event))) for event in block], tp)
+        chunk = _calls([(event, with_many_rows.get(event, _doubled(event))) for event in block], tp)
         chunks.append(chunk)
-        rest = rest - chunk.times(KEPT)
+        rest = rest - chunk.times(FEW_BLOCKS)
     blocks = sum(numbers)
-    average = NO_CALLS  # as many of each kind as there are, over all of them
+    average = NO_CALLS  # weighted by the numbers of blocks of each kind
     for chunk, number in zip(chunks, numbers, strict=True):
         average = average + chunk.times(number / blocks)
-    before = _common(ops, longer[0]) - KEPT * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
-    head = _calls(lined[: max(0, before)], tp)
-    return Way(average, head, rest - head)
+    before = _common(ops, longer[0]) - FEW_BLOCKS * (len(longer[0]) - len(ops)) if kind == "F" and len(more) == 1 else 0
+    head = _calls(pairs[: max(0, before)], tp)
+    return PassCalls(average, head, rest - head)
 
 
 def _events(trace: Trace, kind: str) -> list[Event]:
-    """Functions and collectives of the last step's forward, or backward, without those of FSDP2's units."""
+    """Functions and collectives of the last step's forward or backward, without FSDP2's copies around its collectives."""
     return [
         event
-        for what, events in last_step(trace) if isinstance(what, Action) and what.kind == kind
+        for activity, events in last_step(trace) if isinstance(activity, Action) and activity.kind == kind
         for event in events if isinstance(event, (Op, Collective)) and _name(event)[0] not in OF_UNITS
     ]  # fmt: skip
 
 
-def _common(one: Sequence[Event], other: Sequence[Event]) -> int:
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+def _common(first: Sequence[Event], second: Sequence[Event]) -> int:
+    """The length of the common prefix of two lists of events; events with equal names count as equal."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if _name(a) != _name(b):
             return i
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def _name(event: Event) -> tuple[str, ...]:
+    """The name of a function and its dtype, or the kind of a collective."""
     return (
         (event.name, event.dtype) if isinstance(event, Op) else (event.kind,) if isinstance(event, Collective) else ()
     )
 
 
-def _lined(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Each function with few rows and with many; if another path is taken with many, as with few."""
+def _paired(ops: Sequence[Event], wider: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """(event with few rows, the same event with many rows) for each event.
+
+    If the two rehearsals differ in their functions, the sizes with few rows are doubled instead.
+    """
     if [_name(event) for event in ops] == [_name(event) for event in wider]:
         return list(zip(ops, wider, strict=True))
     return [(event, _doubled(event)) for event in ops]
 
 
 def _doubled(event: Event) -> Event:
+    """An event with twice the size: ``MANY_ROWS`` rows are twice ``FEW_ROWS`` rows."""
     if isinstance(event, Op):
         return Op(event.name, event.kind, 2 * event.flops, 2 * event.moved, event.dtype, event.workspace)
     assert isinstance(event, Collective)
     return Collective(event.kind, 2 * event.nbytes, event.ranks)
 
 
-def _calls(lined: Sequence[tuple[Event, Event]], tp: int) -> Calls:
+def _calls(pairs: Sequence[tuple[Event, Event]], tp: int) -> Calls:
+    """Counts functions and collectives over tp. Their sizes are lines through those with few and with many rows."""
     ops: dict[OpKey, float] = defaultdict(float)
     exchanges: dict[ExchangeKey, float] = defaultdict(float)
-    for one, two in lined:
-        if isinstance(one, Op) and isinstance(two, Op):
-            ops[one.kind, one.dtype, _line(one.flops, two.flops), _line(one.moved, two.moved)] += 1
-        elif isinstance(one, Collective) and isinstance(two, Collective) and _of_tp(one.ranks, tp):
-            exchanges[_kind(one), len(one.ranks), _line(one.nbytes, two.nbytes)] += 1
+    for few, many in pairs:
+        if isinstance(few, Op) and isinstance(many, Op):
+            ops[few.kind, few.dtype, _line(few.flops, many.flops), _line(few.moved, many.moved)] += 1
+        elif isinstance(few, Collective) and isinstance(many, Collective) and _of_tp(few.ranks, tp):
+            exchanges[_kind(few), len(few.ranks), _line(few.nbytes, many.nbytes)] += 1
     return Calls(ops, exchanges)
 
 
 def _of_tp(ranks: Sequence[int], tp: int) -> bool:
-    """Whether a group is one of tp: the innermost axis of a rehearsal's mesh."""
+    """Whether these ranks are a group of the tp axis, which is the innermost axis of a rehearsal's mesh."""
     return tp > 1 and len(ranks) == tp and ranks[1] - ranks[0] == 1
 
 
@@ -249,22 +283,23 @@ def _kind(event: Collective) -> CollectiveKind:
 
 
 def _update(trace: Trace) -> Calls:
-    """Functions of clipping and the optimizer. Their sizes are lines in the share of a parameter that a rank holds."""
+    """The functions of clipping and the optimizer. Their sizes are proportional to the fraction of a parameter on a rank."""
     ops: dict[OpKey, float] = defaultdict(float)
-    for what, events in last_step(trace):
-        for event in events if what in ("clip", "optimizer") else ():
+    for activity, events in last_step(trace):
+        for event in events if activity in ("clip", "optimizer") else ():
             if isinstance(event, Op):
-                ops[event.kind, event.dtype, (0.0, SHARD * event.flops), (0.0, SHARD * event.moved)] += 1
+                ops[event.kind, event.dtype, (0.0, DP_SHARD * event.flops), (0.0, DP_SHARD * event.moved)] += 1
     return Calls(ops, {})
 
 
 def _updates(base: Trace, more: Sequence[Trace]) -> Line:
-    """How many functions clipping and the optimizer call: as a line in the blocks."""
+    """The number of functions that clipping and the optimizer call, as a line in the number of blocks."""
     few = _update(base).count
     slope = sum(_update(trace).count - few for trace in more) / max(1, len(more))
-    return few - KEPT * len(more) * slope, slope
+    return few - FEW_BLOCKS * len(more) * slope, slope
 
 
 def _line(few: float, many: float) -> Line:
-    slope = (many - few) / (MANY - FEW)
-    return few - FEW * slope, slope
+    """The line through the values at ``FEW_ROWS`` and at ``MANY_ROWS`` rows."""
+    slope = (many - few) / (MANY_ROWS - FEW_ROWS)
+    return few - FEW_ROWS * slope, slope

@@ -1,8 +1,8 @@
-"""``Rehearsals``: rehearses a model with few of its blocks, and says what its pieces are at each size of tp.
+"""``Rehearsals``: rehearses a model with few of its blocks, and computes the costs of its pieces at each size of tp.
 
-whole model, planned once without tp     which blocks are alike (``prediction/blocks.py``)
-one block more of each kind than few     planned once at each size of tp; its recipe holds for the models below
-few blocks · one block more · wide       rehearsed (``pieces.py``)
+full model                               planned once, without tp: shows which blocks are alike (``prediction/blocks.py``)
+few blocks, and one more of each kind    planned once at each size of tp; the models below use parts of this recipe
+few blocks · one more block · more rows  rehearsed (``pieces.py``)
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
-from meshwright.search.pieces import FEW, KEPT, MANY, SHARD, Lives, Pieces, pieces_of
+from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, PeakMemory, Pieces, pieces_of
 
 
 @dataclass(frozen=True)
 class Few:
-    """A model with few blocks of each kind.
+    """A model with few blocks of each kind. The other blocks are passed through.
 
     Attributes:
-        most: makes it, with one block more of each kind than ``base`` has.
-        base: leaves ``KEPT`` blocks of each kind of that.
-        more: of each kind, leaves one more of that kind.
-        kinds: of each kind, the names of all its blocks in the whole model.
+        most: makes the model with ``FEW_BLOCKS`` + 1 blocks of each kind.
+        base: passes through more of these blocks: ``FEW_BLOCKS`` of each kind remain.
+        more: one for each kind: as ``base``, with one more block of this kind.
+        kinds: for each kind, the names of its blocks in the full model.
     """
 
     most: Build
@@ -40,36 +40,41 @@ class Few:
     kinds: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, build: Build, folding: Folding, seed: int) -> Few:
-        """What a folding keeps."""
-        base, more = folding.base, [one for one, _ in folding.more]
+    def of_folding(cls, build: Build, folding: Folding, seed: int) -> Few:
+        """The model with the blocks that a folding keeps. ``build`` makes the full model."""
         most = _most(folding)
-        within = (_less(one, most) for one in more)
-        return cls(copies_of(pruned(build, most), seed), _less(base, most), tuple(within), folding.kinds)
+        more = tuple(_beyond(most, pruned_model) for pruned_model, _ in folding.more)
+        return cls(copies_of(pruned(build, most), seed), _beyond(most, folding.base), more, folding.kinds)
 
     @property
     def numbers(self) -> list[int]:
-        """Of each kind, how many blocks the whole model has."""
+        """For each kind, the number of its blocks in the full model."""
         return [len(blocks) for blocks in self.kinds]
 
 
 def _most(folding: Folding) -> Pruned:
-    """What leaves every block that the base or one of ``more`` has."""
-    passed = folding.base.blocks.items()
-    return Pruned({block: kept for block, kept in passed if all(block in one.blocks for one, _ in folding.more)})
+    """Passes through only the blocks that the base and all of ``more`` pass through."""
+    all_pruned = [folding.base, *(pruned_model for pruned_model, _ in folding.more)]
+    everywhere = set.intersection(*(set(each.blocks) for each in all_pruned))
+    return Pruned({block: stand_in for block, stand_in in folding.base.blocks.items() if block in everywhere})
 
 
-def _less(one: Pruned, most: Pruned) -> Pruned:
-    """What is passed through in one, and is there in another."""
-    return Pruned({block: kept for block, kept in one.blocks.items() if block not in most.blocks})
+def _beyond(most: Pruned, less: Pruned) -> Pruned:
+    """Passes through the blocks that ``less`` passes through and ``most`` does not."""
+    return Pruned({block: stand_in for block, stand_in in less.blocks.items() if block not in most.blocks})
 
 
 @dataclass(frozen=True)
 class Rehearsals:
-    """Rehearses a model for its pieces.
+    """Rehearses a model to compute the costs of its pieces.
 
     Args:
-        options: of every plan: precision, entries of modules, ``sequence_parallel`` (default: with tp).
+        build: makes the full model.
+        batch: at least ``MANY_ROWS`` · ``DP_SHARD`` rows.
+        options: settings of every plan: precision, entries of ``modules``, ``sequence_parallel`` (default: on with tp).
+        loss: the loss function.
+        optimizer: makes the optimizer.
+        max_norm: see ``find_plans``.
     """
 
     build: Build
@@ -80,7 +85,7 @@ class Rehearsals:
     max_norm: float | None
 
     def pieces(self, tp: int) -> Pieces | None:
-        """The model's pieces with so many ranks of tp; None if nothing of it is sharded over tp then."""
+        """The costs of the model's pieces at one size of tp; None if tp shards no parameter of the model."""
         if tp == 1:
             return self._alone[1]
         most = self._rehearsal(self._few.most, tp)
@@ -89,7 +94,7 @@ class Rehearsals:
         return self._pieces(self._few, most)
 
     def sends(self) -> float | None:
-        """Bytes that go from one stage of a pipeline to the next, for a row; None if the model cannot be cut."""
+        """Bytes per row that a pipeline stage sends to the next; None if the model cannot be cut into stages."""
         plan = Plan.parse({**self.options, "mesh": {"pp": 2}, "microbatches": 1})
         batch = take_rows(self.batch, 0, 1)
         base = pruned(self._few.most, self._few.base)
@@ -101,18 +106,19 @@ class Rehearsals:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the repeated blocks of the whole model: of one kind after the other."""
+        """The names of the repeated blocks of the full model, one kind after the other."""
         return tuple(name for kind in self._few.kinds for name in kind)
 
     def recomputed(self) -> float:
-        """Bytes for a row that a block keeps for its backward if it is computed again."""
+        """Bytes per row that a block stores for its backward if it is recomputed; an average over all blocks."""
         few = self._few
         if not few.more:
             return 0.0
         most = self._rehearsal(few.most, 1, recompute="blocks")
-        base, *more = (Lives.of(rehearse(most.of(blocks), 0, updated=False)) for blocks in (few.base, *few.more))
-        held = sum(number * (one.most - base.most) for number, one in zip(few.numbers, more, strict=True))
-        return max(0.0, held / sum(few.numbers)) / FEW
+        models = (few.base, *few.more)
+        base, *more = (PeakMemory.of_trace(rehearse(most.of(model), 0, updated=False)) for model in models)
+        nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
+        return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 
     @property
     def _few(self) -> Few:
@@ -120,48 +126,54 @@ class Rehearsals:
 
     @cached_property
     def _alone(self) -> tuple[Few, Pieces]:
-        """The few blocks that stand for all, and the pieces without tp. If blocks cannot be passed through, all stand there."""
+        """(the model with few blocks, its pieces without tp). The full model, if it fails with blocks passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
-        whole = self._rehearsal(build, 1)
-        folding = self._folding(build, whole)
-        few = Few.of(build, folding, seed)
-        recipe = _most(folding).recipe(whole.recipe)
+        full = self._rehearsal(build, 1)
+        folding = self._folding(build, full)
+        few = Few.of_folding(build, folding, seed)
+        recipe = _most(folding).recipe(full.recipe)
         try:
-            most = replace(whole, build=few.most, planned=whole.planned.of(few.most, recipe))
+            most = replace(full, build=few.most, planned=full.planned.of(few.most, recipe))
             return few, self._pieces(few, most)
         except PlanError:
             raise
-        except Exception:  # whatever a model raises, some of whose blocks are passed through
+        except Exception:  # a model with blocks passed through may raise any exception
             if not few.more:
                 raise
-            every = Few(build)
-            return every, self._pieces(every, whole)
+            all_blocks = Few(build)
+            return all_blocks, self._pieces(all_blocks, full)
 
-    def _folding(self, build: Build, whole: Rehearsal) -> Folding:
-        """Blocks are alike if they are so without tp and, where entries may shard some of them, with it.
+    def _folding(self, build: Build, full: Rehearsal) -> Folding:
+        """Finds the blocks that are alike.
+
+        Entries of ``modules`` may shard only some blocks over tp. If there are entries, blocks count as alike only if they are
+        alike with tp, too.
 
         Args:
-            whole: the model without tp.
+            build: makes the full model.
+            full: its rehearsal without tp.
         """
-        wholes = [whole, self._rehearsal(build, 2)] if self.options.get("modules") else [whole]
-        foldings = [folding_of(one.planned.model, one.recipe, KEPT) for one in wholes]
+        rehearsals = [full, self._rehearsal(build, 2)] if self.options.get("modules") else [full]
+        foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
     def _pieces(self, few: Few, most: Rehearsal) -> Pieces:
-        """The pieces of the model.
+        """The costs of the model's pieces.
 
         Args:
-            most: what ``few.most`` makes, under its plan.
+            few: the model with few blocks.
+            most: the rehearsal of the model that ``few.most`` makes.
         """
         base = most.of(few.base)
-        wide = replace(base, batch=take_rows(self.batch, 0, SHARD * MANY))
-        more = [rehearse(most.of(blocks), 0) for blocks in few.more]
+        wide = replace(base, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
+        more = [rehearse(most.of(model), 0) for model in few.more]
         return pieces_of(base.recipe, few.kinds, rehearse(base, 0), rehearse(wide, 0, updated=False), more)
 
-    def _rehearsal(self, build: Build, tp: int, **more: Any) -> Rehearsal:
+    def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:
+        """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""
         sequence = {"sequence_parallel": True} if tp > 1 else {}
-        plan = Plan.parse({**sequence, **self.options, **more,
-                           "mesh": {"dp_shard": SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
-        batch = take_rows(self.batch, 0, SHARD * FEW)
+        plan = Plan.parse({**sequence, **self.options, **settings,
+                           "mesh": {"dp_shard": DP_SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
+        batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
         return rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)

@@ -1,4 +1,4 @@
-"""``candidates``: every plan that a search looks at: sizes of all axes, microbatches, schedule, recompute, resharding."""
+"""``candidates``: all plans of a search: sizes of the axes, microbatches, schedule, recomputation, resharding."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, as far as a search varies it.
+    """The settings of a plan that a search varies.
 
     Attributes:
-        rows: of one microbatch, on one data rank.
+        pp, dp_replicate, dp_shard, tp: sizes of the mesh axes.
+        microbatches: of a step.
+        rows: of one microbatch on one data rank.
         chunks: stages of a rank of the pipeline axis.
-        kept: if blocks are recomputed, how many of a rank's keep their activations all the same.
-        split: whether backwards are done in halves (``zero_bubble``); of one stage a rank, without recompute.
+        recompute: whether blocks are recomputed in the backward.
+        reshard: whether FSDP frees gathered parameters after the forward.
+        kept: number of blocks of a rank that keep their activations although ``recompute`` is on.
+        split: whether backwards are split (schedule ``zero_bubble``). Only with one stage a rank, and without recomputation.
     """
 
     pp: int
@@ -37,7 +41,7 @@ class Candidate:
 
     @property
     def schedule(self) -> str:
-        """Of its pipeline, as a plan names it."""
+        """The name of its pipeline schedule in a plan."""
         return "interleaved" if self.chunks > 1 else "zero_bubble" if self.split else "1f1b"
 
     @property
@@ -46,24 +50,24 @@ class Candidate:
 
     @property
     def family(self) -> tuple[int, int]:
-        """(pp, tp): what decides most of memory and time."""
+        """(pp, tp). These sizes determine most of memory and time."""
         return self.pp, self.tp
 
     @property
     def schedule_words(self) -> str:
-        """Of its pipeline, for a person."""
+        """Its pipeline schedule, for a person."""
         return "–" if self.pp == 1 else self.schedule if self.chunks == 1 else f"{self.schedule} × {self.chunks}"
 
     @property
     def recompute_words(self) -> str:
-        """What is computed again, for a person."""
+        """The recomputed blocks, for a person."""
         if not self.recompute:
             return "none"
         return f"all but {self.kept * self.pp} blocks" if self.kept else "blocks"
 
     @property
     def words(self) -> str:
-        """It for a person: the mesh, and what is not as by default."""
+        """The candidate for a person: the mesh, and the settings that are not the default."""
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
         more = [
@@ -73,11 +77,11 @@ class Candidate:
         return ", ".join(filter(None, [mesh, *more, self.schedule_words if self.pp > 1 else ""]))
 
     def plan(self, options: Mapping[str, Any], blocks: Sequence[str] = ()) -> dict[str, Any]:
-        """It as a plan.
+        """The candidate as a plan, for ``Plan.parse``.
 
         Args:
-            options: of every plan; they win.
-            blocks: the names of the repeated blocks, in their order.
+            options: settings of every plan. They override those of the candidate.
+            blocks: the names of the repeated blocks, in the order of the model.
         """
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
@@ -88,10 +92,9 @@ class Candidate:
             plan["recompute"] = "blocks"
         if self.kept:
             entries = dict(options.get("modules") or {})
-            kept = {
-                name: {"recompute": "none", **entries.get(name, {})} for name in spread(blocks, self.kept * self.pp)
-            }
-            options = {**options, "modules": {**entries, **kept}}
+            names = spread(blocks, self.kept * self.pp)
+            without_recompute = {name: {"recompute": "none", **entries.get(name, {})} for name in names}
+            options = {**options, "modules": {**entries, **without_recompute}}
         if self.pp > 1 and self.chunks > 1:
             plan["stages_per_rank"] = self.chunks
         if self.pp > 1 and self.schedule != "1f1b":
@@ -101,31 +104,34 @@ class Candidate:
         return {**plan, **options}
 
     def agrees(self, options: Mapping[str, Any]) -> bool:
-        """Whether it is a plan with these settings, as far as they say anything of it."""
+        """Whether the candidate has the settings in ``options``. Settings that do not apply to it are ignored."""
         flat, gathered = self.pp == 1, self.pp == 1 and self.dp_shard > 1
         return (
             options.get("microbatches", self.microbatches) == self.microbatches
             and options.get("recompute", _RECOMPUTE[self.recompute]) == _RECOMPUTE[self.recompute]
             and (flat or self.chunks in (chunks_of(options) or CHUNKS))
-            and (flat or options.get("schedule", self.schedule) in (self.schedule, *_TAKEN_FOR.get(self.schedule, ())))
+            and (
+                flat
+                or options.get("schedule", self.schedule) in (self.schedule, *_ALSO_ESTIMATES.get(self.schedule, ()))
+            )
             and (not gathered or options.get("reshard_after_forward", self.reshard) == self.reshard)
         )
 
 
-_TAKEN_FOR = {"1f1b": ("gpipe",)}  # what is estimated as another
+_ALSO_ESTIMATES = {"1f1b": ("gpipe",)}  # schedule → other schedules whose estimate is the same
 _RECOMPUTE = {True: "blocks", False: "none"}
 
 
 def chunks_of(options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """How many stages of a rank of the pipeline axis settings allow; None if they say nothing of it."""
-    if (said := options.get("stages_per_rank")) is not None:
-        return (said,)
+    """The numbers of stages a rank that the settings allow; None if the settings do not restrict them."""
+    if (stages := options.get("stages_per_rank")) is not None:
+        return (stages,)
     schedule = options.get("schedule")
     return None if schedule is None else tuple(n for n in CHUNKS if (n > 1) == (schedule == "interleaved"))
 
 
 def spread(blocks: Sequence[str], number: int) -> list[str]:
-    """So many of the blocks, evenly spread: stages of as many blocks have as many of them.
+    """``number`` of the blocks, evenly spread, so that stages with equal numbers of blocks have equal numbers of these.
 
     >>> spread("abcdef", 2)
     ['c', 'f']
@@ -135,12 +141,12 @@ def spread(blocks: Sequence[str], number: int) -> list[str]:
 
 
 def varied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings which a search would vary otherwise."""
+    """The settings that a search would vary if they were not in ``options``."""
     return {key: value for key, value in options.items() if key in SEARCHED and value is not None}
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending.
+    """All divisors in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -159,22 +165,25 @@ def candidates(
     *,
     recompute: bool,
 ) -> Iterator[Candidate]:
-    """All plans of so many devices, with these settings.
+    """All candidates for a number of devices that agree with the settings in ``options``.
 
     Args:
-        per_node: devices of a node; tp stays within one.
-        tps: sizes of tp that the model takes.
-        blocks: that are repeated: a pipeline has at most as many stages.
-        recompute: whether blocks may be computed again.
+        devices: number of ranks.
+        per_node: devices of a node. The ranks of a tp group are on one node.
+        global_batch: rows of a step.
+        tps: sizes of tp that the model allows.
+        blocks: number of repeated blocks. A pipeline has at most as many stages.
+        options: settings of every plan.
+        recompute: whether blocks may be recomputed.
     """
-    said = varied(options or {})
+    fixed = varied(options or {})
     if not recompute:
-        said.pop("recompute", None)  # nothing is repeated: it makes no difference
-    every = _all(devices, per_node, global_batch, tps, blocks, chunks_of(said) or CHUNKS, recompute=recompute)
-    for candidate in every:
-        one = replace(candidate, split=candidate.pp > 1 and said.get("schedule") == "zero_bubble")
-        if one.agrees(said) and not (one.split and one.recompute):
-            yield one
+        fixed.pop("recompute", None)  # no block is repeated: the setting has no effect
+    every = _all(devices, per_node, global_batch, tps, blocks, chunks_of(fixed) or CHUNKS, recompute=recompute)
+    for unsplit in every:
+        candidate = replace(unsplit, split=unsplit.pp > 1 and fixed.get("schedule") == "zero_bubble")
+        if candidate.agrees(fixed) and not (candidate.split and candidate.recompute):
+            yield candidate
 
 
 def _all(
@@ -187,6 +196,7 @@ def _all(
     *,
     recompute: bool,
 ) -> Iterator[Candidate]:
+    """All candidates, without split backwards. ``chunks``: numbers of stages a rank. For the others, see ``candidates``."""
     for tp in tps:
         for pp in divisors(devices // tp) if devices % tp == 0 else []:
             if pp > min(blocks or 1, LARGEST_STAGES) or tp > per_node:
@@ -196,19 +206,19 @@ def _all(
                 continue
             for shard in divisors(data):
                 for microbatches in divisors(global_batch // data):
-                    yield from _ways(
+                    yield from _variants(
                         Candidate(pp, data // shard, shard, tp, microbatches, global_batch // data // microbatches),
                         blocks, chunks, recompute=recompute,
                     )  # fmt: skip
 
 
-def _ways(of: Candidate, blocks: int, chunks: tuple[int, ...], *, recompute: bool) -> Iterator[Candidate]:
-    if of.pp > 1 and of.microbatches < of.pp:
-        return  # stages would stand idle
-    numbers = [n for n in chunks if n == 1 or (of.pp * n <= blocks and of.microbatches % of.pp == 0)]
-    for number in numbers if of.pp > 1 else [1]:
-        for again in (False, True) if recompute else (False,):
-            for reshard in (True, False) if of.pp == 1 and of.dp_shard > 1 else (True,):
-                yield Candidate(
-                    of.pp, of.dp_replicate, of.dp_shard, of.tp, of.microbatches, of.rows, number, again, reshard
-                )
+def _variants(candidate: Candidate, blocks: int, chunks: tuple[int, ...], *, recompute: bool) -> Iterator[Candidate]:
+    """The variants of a candidate in stages a rank, recomputation and resharding, as far as they apply to its mesh."""
+    if candidate.pp > 1 and candidate.microbatches < candidate.pp:
+        return  # stages would be idle
+    divides = candidate.microbatches % candidate.pp == 0  # as interleaved schedules need
+    numbers = [n for n in chunks if n == 1 or (candidate.pp * n <= blocks and divides)]
+    for number in numbers if candidate.pp > 1 else [1]:
+        for recomputes in (False, True) if recompute else (False,):
+            for reshard in (True, False) if candidate.pp == 1 and candidate.dp_shard > 1 else (True,):
+                yield replace(candidate, chunks=number, recompute=recomputes, reshard=reshard)

@@ -1,11 +1,11 @@
-"""``Connections``: those between this process and other ranks, by TCP, and how they are closed.
+"""``connections`` and ``close``: list the TCP connections of this process, and shut down those to other ranks.
 
-A rank that waits for others over gloo learns of their failure only if a connection closes. gloo has no way to close one:
-``ProcessGroup.abort`` does nothing there, and a group is not gone while any object still holds it. So its sockets are shut
-down.
+A rank that waits for others over gloo learns of their failure only if a connection closes. gloo has no function that closes
+one: ``ProcessGroup.abort`` does nothing there, and a group lives as long as any object refers to it. So ``close`` shuts down
+the sockets.
 
-A connection of two ranks has the same two ends on both, the other way round. Each rank tells its own, so that no other socket
-of the process (a debugger's, one to a server) is taken for one.
+Two connected ranks see the same two ends in opposite order. Each rank publishes its ends. A socket is shut down only if another
+rank published its ends, so other sockets of the process (a debugger's, one to a server) stay open.
 """
 
 from __future__ import annotations
@@ -17,39 +17,45 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 Ends = tuple[str, str]
-"""(this process's end, the other one's): ``127.0.0.1:4711``."""
+"""(address of this process's end, address of the other end). An address is text: ``127.0.0.1:4711``."""
 
-_DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS; without it nothing is closed
+_DESCRIPTORS = (
+    "/dev/fd"  # lists the open descriptors of this process, on Linux and macOS; without it, no connection is closed
+)
 
 
 def connections() -> list[Ends]:
-    """The TCP connections of this process."""
-    found = []
+    """The ends of every TCP connection of this process."""
+    all_ends = []
     for descriptor in _descriptors():
-        with _socket(descriptor) as held:
-            if held is not None and (ends := _ends(held)) is not None:
-                found.append(ends)
-    return found
+        with _socket(descriptor) as sock:
+            if sock is not None and (ends := _ends(sock)) is not None:
+                all_ends.append(ends)
+    return all_ends
 
 
 def close(others: Iterable[Ends], *, but: int | None) -> int:
-    """Shuts down the connections of this process that other ranks have told of.
+    """Shuts down the connections of this process to other ranks.
 
     Args:
-        others: of other ranks, as each has them.
-        but: a port on this end or the other: the store's, which ranks still ask.
+        others: the ends that other ranks published. Each pair is as the other rank sees it.
+        but: a port. Connections with this port on either end stay open. It is the store's port: ranks still use the store.
 
     Returns:
-        How many.
+        The number of connections that were shut down.
     """
-    shared, kept, closed = {(there, here) for here, there in others}, f":{but}", 0
+    shared = {(remote, local) for local, remote in others}  # in this process's order
+    excluded_port, closed = f":{but}", 0
     for descriptor in _descriptors():
-        with _socket(descriptor) as held:
-            ends = None if held is None else _ends(held)
-            if held is not None and ends in shared and not any(end.endswith(kept) for end in ends or ()):
-                with suppress(OSError):
-                    held.shutdown(socket.SHUT_RDWR)
-                    closed += 1
+        with _socket(descriptor) as sock:
+            ends = None if sock is None else _ends(sock)
+            if sock is None or ends is None or ends not in shared:
+                continue
+            if any(end.endswith(excluded_port) for end in ends):
+                continue
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+                closed += 1
     return closed
 
 
@@ -62,25 +68,25 @@ def _descriptors() -> list[int]:
 
 @contextmanager
 def _socket(descriptor: int) -> Iterator[socket.socket | None]:
-    """A socket of this process, for a look; None if a descriptor is none. It stays open."""
-    held = None
+    """A socket object for an open descriptor; None if the descriptor is not a socket. The descriptor stays open afterwards."""
+    sock = None
     with suppress(OSError):
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            held = socket.socket(fileno=descriptor)
+            sock = socket.socket(fileno=descriptor)
     try:
-        yield held
+        yield sock
     finally:
-        if held is not None:
-            held.detach()
+        if sock is not None:
+            sock.detach()
 
 
-def _ends(held: socket.socket) -> Ends | None:
-    """None if it is no connection by TCP."""
-    if held.family not in (socket.AF_INET, socket.AF_INET6) or held.type != socket.SOCK_STREAM:
+def _ends(sock: socket.socket) -> Ends | None:
+    """The ends of a socket; None if the socket is not a TCP connection."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
         return None
-    with suppress(OSError):  # it listens, or is closed
-        here, there = held.getsockname(), held.getpeername()
-        return f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}"
+    with suppress(OSError):  # the socket listens, or is closed
+        local, remote = sock.getsockname(), sock.getpeername()
+        return f"{local[0]}:{local[1]}", f"{remote[0]}:{remote[1]}"
     return None
 
 

@@ -1,11 +1,11 @@
-"""``FirstCause``: what the ranks of a job tell each other when one of them fails, through a store beside its collectives.
+"""``FirstCause``: the error of the rank that failed first. All ranks of a job read it from a store beside the collectives.
 
-    who/3     when the job is made: process, connections
-    failed/3  rank 3 failed, or lost another rank
-    first     the rank that failed by itself, and why: set once
+    who/3     rank 3 sets it when the job is made: its process and its connections
+    failed/3  rank 3 sets it when it fails, or loses another rank
+    first     the first rank that fails by itself sets it: the rank, its step, its error. It is set only once
 
-A rank tells before it closes its connections. So one that loses a connection finds the cause there, unless the other process
-has ended without a word.
+A rank writes to the store before it closes its connections. So a rank that loses a connection reads the cause there, unless
+the other process ended without a message.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from meshwright import identity
 from meshwright.watch.connections import Ends, close, connections
 from meshwright.watch.store_keys import StoreKeys
 
-_PATIENCE = 3.0  # seconds in which ranks that lost another one have said so
-_MOST_RANKS = 512  # connections are told of up to so many: each rank has one to each other, in each group
+_PATIENCE = 3.0  # seconds to wait for the other ranks to write that they failed
+# most ranks of a job whose ranks publish their connections: each has one to each other rank, in each group
+_MOST_RANKS = 512
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank failed.
+    """The failure of one rank.
 
     Attributes:
-        step: in which; text: its error, as a person reads it.
+        rank: the rank that failed.
+        step: the step in which the rank failed.
+        text: the text of its error, for a person.
     """
 
     rank: int
@@ -40,6 +43,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class _Process:
+    """The process of one rank, as JSON in the store. ``started``: see ``identity.started``. ``ends``: its TCP connections."""
+
     machine: str
     pid: int
     started: str
@@ -50,22 +55,25 @@ class FirstCause(StoreKeys):
     """The keys of one job in a store.
 
     Args:
-        store: a ``dist.Store``, a connection that nobody else uses.
-        name: of the job, the same on every rank and another for every job.
+        store: a ``dist.Store``, with a connection that no other code uses.
+        name: of the job. It must be equal on every rank, and unique in the store.
+        rank: of this process.
+        ranks: number of ranks.
     """
 
     def __init__(self, store: Any, name: str, rank: int, ranks: int) -> None:
         super().__init__(store, name)
         self._rank, self._ranks = rank, ranks
-        pid, told = os.getpid(), ranks <= _MOST_RANKS
-        ends = [list(pair) for pair in connections()] if told else []
+        pid = os.getpid()
+        ends = [list(pair) for pair in connections()] if ranks <= _MOST_RANKS else []
         self._set(f"who/{rank}", asdict(_Process(identity.machine(), pid, identity.started(pid), ends)))
 
     def tell(self, cause: Cause, *, lost: bool) -> None:
-        """This rank failed. Nothing is told if the store is gone.
+        """Writes that this rank failed. Does nothing if the store is gone.
 
         Args:
-            lost: only since it has lost another rank.
+            cause: the failure of this rank.
+            lost: whether this rank failed only because it lost another rank. Then ``cause`` is not the first cause.
         """
         with suppress(Exception):
             if not lost:
@@ -73,21 +81,28 @@ class FirstCause(StoreKeys):
             self._set(f"failed/{self._rank}", True)
 
     def close_connections(self) -> None:
-        """Ranks that wait for this one wait no more."""
+        """Shuts down the connections to other ranks, so that ranks that wait for this one get an error."""
         with suppress(Exception):
             others = [self._process(rank) for rank in range(self._ranks) if rank != self._rank]
-            ends: list[Ends] = [(here, there) for other in others if other is not None for here, there in other.ends]
+            ends: list[Ends] = []
+            for process in others:
+                if process is not None:
+                    ends += [(local, remote) for local, remote in process.ends]
             close(ends, but=_port(self._store))
 
     def known(self) -> Cause | None:
-        """What was told first; None if nothing was."""
+        """The first cause; None if no rank has written one, or the store is gone."""
         with suppress(Exception):
-            told = self._get("first")
-            return None if told is None else Cause(**told)
+            data = self._get("first")
+            return None if data is None else Cause(**data)
         return None
 
     def awaited(self) -> Cause | str:
-        """What was told first, as soon as it is there. If no rank tells, in words: which ranks have ended, or say nothing."""
+        """Waits up to ``_PATIENCE`` seconds for the first cause.
+
+        Returns:
+            The first cause. If no rank writes one: a text that names the ranks that ended or did not answer.
+        """
         deadline, silent = time.monotonic() + _PATIENCE, list(range(self._ranks))
         while time.monotonic() < deadline and silent:
             if (cause := self.known()) is not None:
@@ -102,25 +117,32 @@ class FirstCause(StoreKeys):
         return f"a connection was lost, and nothing was heard of {_ranks(silent)} since (ended? cut off?)"
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank of this machine has."""
-        who = self._process(rank)
-        here = who is not None and who.machine == identity.machine() != ""
-        return who is not None and here and bool(who.started) and not identity.lives(who.pid, who.started)
+        """Whether the process of a rank has ended. False if that is unknown, as of a rank on another machine."""
+        process = self._process(rank)
+        if process is None or not process.started:
+            return False
+        on_this_machine = process.machine == identity.machine() != ""
+        return on_this_machine and not identity.lives(process.pid, process.started)
 
     def _process(self, rank: int) -> _Process | None:
-        told = self._get(f"who/{rank}")
-        return None if told is None else _Process(**told)
+        data = self._get(f"who/{rank}")
+        return None if data is None else _Process(**data)
 
 
 def _ranks(ranks: list[int]) -> str:
+    """Ranks as text, at most eight of them.
+
+    >>> _ranks([3]), _ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
     shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def _port(store: Any) -> int | None:
-    """That of a ``TCPStore``, below the stores that put prefixes before its keys."""
-    while (below := getattr(store, "underlying_store", None)) is not None:
-        store = below
+    """The port of a ``TCPStore``, which may be inside of ``PrefixStore``s; None for another store."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
     port: int | None = getattr(store, "port", None)
     return port
 

@@ -22,10 +22,8 @@ from uuid import uuid4
 import torch.distributed as dist
 
 Store: TypeAlias = Any  # torch.distributed.Store, whose type torch does not export
-_PAUSES = (
-    0.01,
-    0.5,
-)  # first and longest pause, in seconds, between two looks: short at first, as ranks usually come together
+# first and longest pause, in seconds, between two reads of the store: short at first, as ranks usually come together
+_PAUSES = (0.01, 0.5)
 
 
 def launched_store(timeout: timedelta) -> Store | None:

@@ -1,4 +1,4 @@
-"""``StoreKeys``: the keys of one run, or of one job, in a ``dist.Store``; their values are JSON."""
+"""``StoreKeys``: the keys of one run, or of one job, in a ``dist.Store``. Their values are JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class StoreKeys:
-    """Reads and writes keys below a name of their own.
+    """Reads and writes the keys below the prefix ``meshwright/<name>/``.
 
     Args:
         store: a ``dist.Store``.
-        name: the same on every rank; another for every run or job.
+        name: of the run or job. It must be equal on every rank, and unique in the store.
     """
 
     def __init__(self, store: Any, name: str) -> None:
@@ -24,7 +24,7 @@ class StoreKeys:
         self._store.set(self._key(key), json.dumps(value))
 
     def _get(self, key: str) -> Any:
-        """The value of a key, or None. (The store's own ``get`` waits until the key exists.)"""
+        """The value of a key; None if the key does not exist. (``dist.Store.get`` would wait until the key exists.)"""
         key = self._key(key)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 

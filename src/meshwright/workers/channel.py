@@ -1,9 +1,9 @@
-"""A channel: whole messages over a socket, between a pool and one of its workers.
+"""``Channel``: sends and receives complete messages over a socket, between a pool and one of its workers.
 
     | head length, 8 bytes | body length, 8 bytes | head (a pickled tuple) | body (bytes) |
 
-The head is small and plain; the body is a value that somebody else pickled, bytes until it is wanted. No read
-and no write ever blocks: a side that has much to say takes turns, and two that talk at once never lock.
+The head is small and made of builtin types. The body is a pickled value; the receiver unpickles it when needed. No read and
+no write blocks, so two ends that send large messages at once do not deadlock: each writes a part, then reads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any
 Message = tuple[tuple[Any, ...], memoryview]
 
 _LENGTHS = struct.Struct("!QQ")
-_READS_A_TURN = 256  # a peer that never stops talking must not keep its listener from looking at the clock
+_READS_A_TURN = (
+    256  # most reads of one call: the caller must get to check its timeout even if the peer never stops sending
+)
 _SEND_SIZE = 1 << 20
 
 
 class Channel:
-    """One end of a connected stream socket; `closed` once the other end is gone."""
+    """One end of a connected stream socket. `closed` is True once this end is closed, or the other end is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -43,18 +45,18 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Is there something that the socket has not taken yet?"""
+        """Whether a posted message has not been written to the socket completely."""
         return bool(self._outgoing)
 
     def post(self, head: tuple[Any, ...], body: bytes | memoryview = b"") -> None:
-        """Queue one message; `flush` moves it."""
+        """Queues one message. `flush` writes it to the socket."""
         packed = pickle.dumps(head)
         self._outgoing.append(memoryview(_LENGTHS.pack(len(packed), len(body)) + packed))
         if len(body):
             self._outgoing.append(memoryview(body))
 
     def flush(self) -> None:
-        """Hand the socket what it takes now."""
+        """Writes as much of the queue to the socket as it accepts without blocking."""
         try:
             while self._outgoing and not self.closed:
                 part = self._outgoing[0]
@@ -70,7 +72,11 @@ class Channel:
             self._outgoing.clear()
 
     def send(self, head: tuple[Any, ...], body: bytes | memoryview = b"", timeout: float = 600.0) -> None:
-        """Post one message and stay until the socket has taken it. For a side that may wait; thread safe."""
+        """Posts one message, and waits until the socket has accepted all of it. Thread-safe.
+
+        Raises:
+            TimeoutError: the socket did not accept the message within ``timeout`` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._lock, selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_WRITE)
@@ -83,7 +89,7 @@ class Channel:
                 self.flush()
 
     def receive(self) -> list[Message]:
-        """The messages that are complete by now, oldest first; never waits."""
+        """Returns the messages that have arrived completely, oldest first. Does not wait."""
         messages: list[Message] = []
         try:
             for _ in range(_READS_A_TURN):
@@ -93,7 +99,7 @@ class Channel:
                     break
                 self._filled += count
                 if self._filled == len(self._incoming):
-                    self._section_is_full(messages)
+                    self._finish_section(messages)
         except BlockingIOError:
             pass
         except OSError:
@@ -101,12 +107,15 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Give up this end."""
+        """Closes this end."""
         self.closed = True
         self._socket.close()
 
-    def _section_is_full(self, messages: list[Message]) -> None:
-        """Lengths are followed by a head and a body; these by the next lengths."""
+    def _finish_section(self, messages: list[Message]) -> None:
+        """Handles a full buffer, and makes the next one.
+
+        After the lengths come the head and the body in one buffer, which complete a message; after these, the next lengths.
+        """
         if self._head_length < 0:
             self._head_length, body_length = _LENGTHS.unpack(self._incoming)
             size = self._head_length + body_length

@@ -1,12 +1,12 @@
-"""A process that imports torch once, and forks the workers of a pool, which begin with what it has imported.
+"""``ForkServer``: a process that imports torch once, and forks the workers of a pool. So workers start with torch imported.
 
     pool   ── environment, descriptors of the worker ──►   server ── fork ──► worker
            ◄── ("forked", pid) ──────────────────────────────┤
            ◄── ("ended", pid, status) ───────────────────────┘ when a worker has ended
 
-To import torch and what a job needs takes a core three to seven seconds: eight workers on two cores would take that four times
-over. The server has one thread and has not touched a GPU, so that a fork of it is whole. It ends with its pool, and its
-workers end with it.
+The import of torch and of a job's other modules takes three to seven seconds of one core. Eight workers on two cores would take
+four times as long. The server has one thread and does not use a GPU, so a fork of it works. The server ends with its pool, and
+its workers end with it.
 
 The standard library's fork server is not used: it runs the main script again in each process.
 """
@@ -31,11 +31,15 @@ from typing import Any
 from meshwright.workers.scratch import scratch_file
 
 _MESSAGE_SIZE = 1 << 20
-_PRELOADED = ("meshwright", "torch.distributed", "transformers")  # packages that only define something when imported
+_PRELOADED = (
+    "meshwright",
+    "torch.distributed",
+    "transformers",
+)  # packages whose import only defines functions and classes
 
 
 class ForkServer:
-    """The server, seen from its pool. `up` once it can fork."""
+    """The server, in the process of its pool."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.log = scratch_file()
@@ -64,19 +68,24 @@ class ForkServer:
 
     @property
     def up(self) -> bool:
-        """Has it imported all?"""
+        """Whether the server has imported its modules and can fork."""
         self.listen()
         return self._up
 
     @property
     def alive(self) -> bool:
-        """Is it there?"""
+        """Whether the server runs, and its connection is open."""
         return self.process.poll() is None and not self._closed
 
     def fork(self, descriptors: list[int], environment: Mapping[str, str]) -> Forked:
-        """A worker. ``descriptors``: its socket, the file for its output, the file for its stacks.
+        """Forks a worker.
 
-        Raises OSError if the server has gone.
+        Args:
+            descriptors: of the worker: its socket, the file for its output, the file for its stacks.
+            environment: of the worker.
+
+        Raises:
+            OSError: the server has ended.
         """
         changed = {k: v for k, v in environment.items() if self._environment.get(k) != v}
         removed = [k for k in self._environment if k not in environment]
@@ -89,7 +98,7 @@ class ForkServer:
         return self._new
 
     def listen(self, wait: float = 0.0) -> None:
-        """Take what the server has said by now, or says within ``wait`` seconds."""
+        """Handles the messages that have arrived from the server, or arrive within ``wait`` seconds."""
         with self._lock:
             while not self._closed and select.select([self._socket], [], [], wait)[0]:
                 try:
@@ -103,7 +112,7 @@ class ForkServer:
                 wait = 0.0
 
     def close(self) -> None:
-        """End it. Its workers are ended by the pool."""
+        """Ends the server. The pool ends its workers."""
         self._closed = True
         self._socket.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -111,17 +120,18 @@ class ForkServer:
         self.process.wait()
         self.log.close()
 
-    def _take(self, what: str, pid: int = 0, status: int = 0) -> None:
-        if what == "up":
+    def _take(self, kind: str, pid: int = 0, status: int = 0) -> None:
+        """Handles one message: ``up``, ``forked`` with a pid, or ``ended`` with a pid and a wait status."""
+        if kind == "up":
             self._up = True
-        elif what == "forked":
+        elif kind == "forked":
             self._new = self._forked[pid] = Forked(self, pid)
         else:
             self._forked.pop(pid).returncode = os.waitstatus_to_exitcode(status)
 
 
 class Forked:
-    """A process that the server has forked, with as much of `subprocess.Popen` as a pool uses."""
+    """A forked worker process, with the part of the interface of `subprocess.Popen` that a pool uses."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -129,7 +139,7 @@ class Forked:
         self._server = server
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None while the process runs."""
         if self.returncode is None:
             self._server.listen()
         if self.returncode is None and not self._server.alive and not _runs(self.pid):
@@ -137,16 +147,16 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended. Raises `subprocess.TimeoutExpired`."""
+        """Waits until the process has ended. Returns its exit code. Raises `subprocess.TimeoutExpired`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            left = 1.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            remaining = 1.0 if deadline is None else deadline - time.monotonic()
+            if remaining <= 0:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
             if self._server.alive:
-                self._server.listen(min(left, 1.0))
+                self._server.listen(min(remaining, 1.0))
             else:
-                time.sleep(min(left, 0.02))
+                time.sleep(min(remaining, 0.02))
         return code
 
 
@@ -159,13 +169,13 @@ def _runs(pid: int) -> bool:
 
 
 def main_file() -> str:
-    """Code that gives a worker's main module the file of the one here: some look for the source of a class there."""
+    """Code that sets ``__file__`` of a worker's main module to that of this process: some tools look up source code by it."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return "" if file is None else f"__file__ = {os.path.abspath(file)!r}; "
 
 
 def _imported() -> list[str]:
-    """What this process has imported of packages whose import does nothing else: its workers will need much of it."""
+    """The modules of the packages in ``_PRELOADED`` that this process has imported: its workers will need many of them."""
     packages = tuple(f"{name}." for name in _PRELOADED)
     return [name for name, module in sys.modules.items() if name.startswith(packages) and hasattr(module, "__file__")]
 
@@ -174,31 +184,40 @@ def _imported() -> list[str]:
 
 
 def main(descriptor: int, names: list[str]) -> None:
-    """Be the server of a pool, at the other end of a socket; in each fork of it, be a worker."""
+    """Runs the server of a pool; in each forked process, runs a worker.
+
+    Args:
+        descriptor: of the socket to the pool.
+        names: modules to import.
+    """
     pool = socket.socket(fileno=descriptor)
     for name in ("torch.distributed", *names):
-        with contextlib.suppress(Exception):  # a worker that needs it says what is wrong
+        with contextlib.suppress(Exception):  # a worker that needs the module raises the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is imported stays shared between workers
+    gc.freeze()  # so that imported objects stay in memory that workers share
     _say(pool, "up")
     request = _serve(pool)
     if request is not None:
-        from meshwright.workers.worker import main as work
+        from meshwright.workers.worker import main as run_worker
 
-        work(*request)
+        run_worker(*request)
 
 
 def _serve(pool: socket.socket) -> tuple[int, int] | None:
-    """Fork what is asked for, until the pool has gone: None. In a fork: the descriptors of its socket and its stacks."""
+    """Forks workers on request until the pool is gone.
+
+    Returns:
+        In the server: None. In a forked process: the descriptors of its socket and of the file for its stacks.
+    """
     ended, wake = os.pipe()
     os.set_blocking(ended, False)
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        waited_for: list[Any] = [pool, ended]
-        readable, _, _ = select.select(waited_for, [], [])
+        sources: list[Any] = [pool, ended]
+        readable, _, _ = select.select(sources, [], [])
         if ended in readable:
             os.read(ended, 4096)
             _tell_ends(pool)
@@ -216,12 +235,13 @@ def _serve(pool: socket.socket) -> tuple[int, int] | None:
             for inherited in (pool.detach(), ended, wake):
                 os.close(inherited)
             return _become_worker(descriptors, changed, removed)
-        for handed_on in descriptors:
-            os.close(handed_on)
+        for of_worker in descriptors:
+            os.close(of_worker)
         _say(pool, "forked", pid)
 
 
 def _become_worker(descriptors: list[int], changed: dict[str, str], removed: list[str]) -> tuple[int, int]:
+    """Redirects output and sets the environment. Returns the descriptors of the socket and of the file for stacks."""
     channel, output, stacks = descriptors
     for standard in (1, 2):
         os.dup2(output, standard)
@@ -233,12 +253,16 @@ def _become_worker(descriptors: list[int], changed: dict[str, str], removed: lis
 
 
 def _lead_a_group(pid: int) -> None:
-    """What a worker starts can be killed with it. On both sides of the fork: whichever comes first."""
+    """Makes a worker the leader of a process group, so that its child processes can be killed with it.
+
+    Both sides of the fork call it, as either may run first.
+    """
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
 
 def _tell_ends(pool: socket.socket) -> None:
+    """Sends the pid and the wait status of each worker that has ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -248,5 +272,5 @@ def _tell_ends(pool: socket.socket) -> None:
 
 
 def _say(pool: socket.socket, *message: Any) -> None:
-    with contextlib.suppress(OSError):  # a pool that has gone is noticed where its requests are read
+    with contextlib.suppress(OSError):  # the pool is gone; _serve notices it when it reads requests
         pool.send(pickle.dumps(message))

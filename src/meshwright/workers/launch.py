@@ -1,4 +1,4 @@
-"""``launch``: a function on several local ranks, from a notebook or a script, in one line."""
+"""``launch``: runs a function on several local ranks, from a notebook or a script, in one line."""
 
 from __future__ import annotations
 
@@ -47,25 +47,27 @@ def launch(
     every: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call ``fn(*args, **kwargs)`` on ``nprocs`` local ranks; the result of rank 0.
+    """Calls ``fn(*args, **kwargs)`` on ``nprocs`` local ranks.
 
-    Each rank is a process of its own, in a process group of ``nprocs`` ranks, as under torchrun: ``mw.parallelize`` works
-    there. The processes start for this call and end with it; `local_workers` keeps them for several calls. ``fn`` may be a
-    function of a notebook, a lambda or a nested function. What rank 0 prints appears here, live; what others print does not.
+    Each rank is a process, in a process group of ``nprocs`` ranks, as under torchrun. So ``fn`` can call ``mw.parallelize``.
+    The processes start for this call and end with it; `local_workers` keeps them for several calls. ``fn`` may be a function
+    of a notebook, a lambda or a nested function. The output of rank 0 appears here, live; the output of other ranks does not.
 
     Args:
         fn: called on every rank. Its result must be picklable.
-        *args: of ``fn``, alike on every rank.
-        **kwargs: likewise.
-        nprocs: how many ranks.
+        *args, **kwargs: arguments of ``fn``, equal on every rank.
+        nprocs: number of ranks.
         device: ``cpu`` (gloo), or ``cuda`` (rank r on GPU r, NCCL).
         timeout: seconds without an answer from any rank, after which the call ends with an error.
-        every: return the results of all ranks, in order, instead of that of rank 0.
+        every: whether to return the results of all ranks.
+
+    Returns:
+        The result of rank 0; with ``every``, the list of the results of all ranks in their order.
 
     Raises:
-        PlanError: a plan, a model or a batch that ``fn`` used is wrong; with every problem.
-        WorkerError: ``fn`` failed: the first rank on which it did, with its traceback and output. The other ranks are ended.
-        TypeError: ``fn``, or what it was given, cannot be pickled.
+        PlanError: a plan, a model or a batch that ``fn`` used is wrong. The error lists every problem.
+        WorkerError: ``fn`` failed. The error has the first rank that failed, its traceback and its output. All ranks are ended.
+        TypeError: ``fn`` or an argument cannot be pickled.
         ValueError: ``nprocs`` is less than 1.
     """
     with pool.local_workers(nprocs, device=device, timeout=timeout) as workers:

@@ -1,10 +1,10 @@
-"""Values as bytes, for a worker process, or the answer of one.
+"""``pack`` and ``unpack``: values as bytes, to send them to a worker process and back.
 
-Functions and classes travel by the name of their module if a worker can import it. Those of the main script, of a notebook
-or another interactive session, and of a file that was loaded by its path travel with their code (cloudpickle): the script
-does not run again, so it needs no main guard, and lambdas and nested functions can be sent.
+Functions and classes are pickled by the name of their module if a worker can import it. Those of the main script, of a notebook
+or another interactive session, and of a file that was loaded by its path are pickled with their code (cloudpickle). The script
+does not run again in a worker, so it needs no main guard, and lambdas and nested functions can be sent.
 
-Tensors travel as plain bytes: nothing is shared and no descriptor can leak. A view carries its whole storage.
+Tensors are pickled as bytes: no memory is shared, and no descriptor can leak. A view is sent with its complete storage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import cloudpickle
 
 
 def pack(value: object) -> bytes:
-    """Pickles a value. Raises TypeError for what cannot be pickled."""
+    """Pickles a value. Raises TypeError if the value cannot be pickled."""
     buffer = io.BytesIO()
     try:
         with closing(Packer(buffer)) as packer:
@@ -37,19 +37,19 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value in a payload."""
+    """The value of bytes from ``pack``."""
     return _Unpacker(io.BytesIO(data)).load()
 
 
 class Packer(cloudpickle.Pickler):
-    """Writes values to a buffer, functions and classes as a worker can take them. To be closed."""
+    """Pickles values into a buffer, with functions and classes in a form that a worker can load. Close it after use."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
         self._by_value: list[Any] = []  # modules that a worker cannot import
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Unregisters the modules that were registered with cloudpickle."""
         for module in self._by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
@@ -65,22 +65,29 @@ class Packer(cloudpickle.Pickler):
 
 
 def _cached_property(func: Callable[[Any], Any], name: str | None) -> Any:
-    """Made again: in Python 3.11 one has a lock, and a class that is put together later does not tell it its name."""
-    made = functools.cached_property(func)
+    """Makes a ``cached_property`` anew.
+
+    In Python 3.11 it has a lock, which cannot be pickled. ``__set_name__`` is called here, as a class that cloudpickle rebuilds
+    does not call it.
+    """
+    property_ = functools.cached_property(func)
     if name is not None:
-        made.__set_name__(object, name)
-    return made
+        property_.__set_name__(object, name)
+    return property_
 
 
 def _is_importable(name: str) -> bool:
-    """Whether an import of this name finds the module that has it here; of the main script, cloudpickle knows."""
+    """Whether an import of this name in a worker finds the file of this process's module.
+
+    True for the main script: cloudpickle itself pickles its functions and classes by value.
+    """
     file = getattr(sys.modules[name], "__file__", None)
     return name == "__main__" or file is None or _found_file(name) == os.path.realpath(file)
 
 
 @functools.lru_cache(maxsize=4096)
 def _found_file(name: str) -> str | None:
-    """The file that an import of this name would find, had nothing been imported."""
+    """The file that an import of this name finds in a process that has not imported it."""
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     for finder in sys.meta_path:
@@ -91,8 +98,10 @@ def _found_file(name: str) -> str | None:
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts the classes of the sender's main script into this process's ``__main__``: there plain pickle looks for them, if
-    ranks send each other objects (``dist.all_gather_object``)."""
+    """Adds the classes of the sender's main script to this process's ``__main__``.
+
+    Plain pickle looks for them there if ranks send each other objects (``dist.all_gather_object``).
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         cls = super().find_class(module, name)
@@ -101,8 +110,10 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _class_of_main(make: Callable[..., type], *args: Any) -> type:
-    made = make(*args)
+    """Makes a class with cloudpickle's function, and adds it to ``__main__`` if it is a class of the main script."""
+    cls = make(*args)
     main = sys.modules["__main__"]
-    if made.__module__ == "__main__" and made.__qualname__ == made.__name__ and not hasattr(main, made.__name__):
-        setattr(main, made.__name__, made)
-    return made
+    is_top_level = cls.__module__ == "__main__" and cls.__qualname__ == cls.__name__
+    if is_top_level and not hasattr(main, cls.__name__):
+        setattr(main, cls.__name__, cls)
+    return cls

@@ -1,19 +1,19 @@
-"""A pool of local worker processes: started once, used by many runs.
+"""``local_workers``: a pool of local worker processes, which start once and serve many runs.
 
     with local_workers(4) as workers:
-        results = workers.run(function, *args)      # one result a rank
+        results = workers.run(function, *args)      # one result for each rank
 
 The life of a run:
 
-    pool       start who is missing ─ make a store ─ task ─► all                 "finish" ─► all
+    pool       start missing workers ─ make a store ─ task ─► all                "finish" ─► all
     rank 0                                                    group ─ function ─ done ······ group gone ─ idle
     rank 1                                                    group ─ function ──────── done group gone ─ idle
     ...
-    failed     a rank fails or dies: the others have a short grace to become idle; who does not is killed
-    too late   nobody answers in time: the stacks of those yet to answer are read, then they are killed
+    failed     a rank fails or dies: the others have a short time to become idle; a worker that does not is killed
+    too late   no rank answers in time: the pool reads the stacks of the ranks without an answer, then kills them
 
-Either way one `WorkerError` tells the first cause, and the pool stays usable: who was killed is started anew
-when next needed. The worker's side is in `worker.py`.
+In both cases `run` raises one `WorkerError` with the first cause, and the pool stays usable: it starts a new worker for each
+killed one when the rank is next needed. The worker's side is in `worker.py`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,24 @@ __all__ = ["LocalWorkers", "WorkerError", "local_workers", "report"]
 
 T = TypeVar("T")
 
-TIMEOUT = 120.0  # seconds a run may go without an answer or a report
-START_TIMEOUT = 120.0  # seconds workers may take to start: importing torch is slow on a busy machine
-GRACE = 2.0  # seconds the others have to come back once one has failed
-_LEAVE_TIMEOUT = 10.0  # seconds ranks may take to destroy their group after the last answer
-_TICK = 0.1  # seconds between two looks at processes that may have died
+TIMEOUT = 120.0  # most seconds of a run without an answer or a report
+START_TIMEOUT = 120.0  # most seconds for workers to start: the import of torch is slow on a busy machine
+GRACE = 2.0  # seconds for the other ranks to become idle after one has failed
+_LEAVE_TIMEOUT = 10.0  # most seconds for ranks to destroy their group after the last answer
+_TICK = 0.1  # seconds between two checks for processes that have died
 
-# What the peers of a rank that has gone say.
+# Matches the errors of ranks whose connection to another rank was lost.
 LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|pair closure|remote process exited", re.IGNORECASE)
 
 
 class WorkerError(RuntimeError):
-    """A run failed on a rank: `rank`, `reason` (a line) and `details` (traceback, stacks, output).
+    """A run failed on a rank.
 
-    `plan_error`: the `PlanError` that the rank raised, if that is what failed; its text is all of the details then.
+    Attributes:
+        rank: the rank that failed first.
+        reason: one line.
+        details: traceback, stacks and output; the text of ``plan_error`` if there is one.
+        plan_error: the `PlanError` that the rank raised; None if it failed otherwise.
     """
 
     def __init__(self, rank: int, reason: str, details: str = "", plan_error: PlanError | None = None) -> None:
@@ -80,18 +84,22 @@ def local_workers(
     threads: int = 1,
     start_method: Literal["fork", "spawn"] | None = None,
 ) -> LocalWorkers:
-    """A pool of `ranks` worker processes on this machine, for use in a `with`; each starts when first needed.
+    """Makes a pool of worker processes on this machine, for a `with` statement. A worker starts when it is first needed.
 
-    device: "cpu" (gloo); "cuda": rank r on GPU r (NCCL), or ranks share GPUs (gloo) where there are too few.
-    timeout: the default of `run`. threads: torch's threads in each worker.
-    start_method: "fork": one process imports torch, and all workers are forked from it; the default on Linux for CPUs.
-    "spawn": each is a new interpreter, with a seed of its own for hashes, as under torchrun.
+    Args:
+        ranks: the largest number of ranks of a run.
+        device: "cpu" (gloo), or "cuda": rank r on GPU r (NCCL). If there are too few GPUs, ranks share them (gloo).
+        timeout: default of `run`, in seconds.
+        start_timeout: most seconds for workers to start.
+        threads: torch's threads in each worker.
+        start_method: "fork": one process imports torch, and all workers are forked from it; the default on Linux for CPUs.
+            "spawn": each worker is a new interpreter, with its own hash seed, as under torchrun.
     """
     return LocalWorkers(ranks, device, timeout, start_timeout, threads, start_method or default_start_method(device))
 
 
 def default_start_method(device: str) -> Literal["fork", "spawn"]:
-    """Forks of a process that imported torch are whole on Linux; a GPU's driver does not live through a fork."""
+    """Fork on Linux for CPUs, spawn otherwise: a GPU driver does not work after a fork."""
     return "fork" if sys.platform == "linux" and device == "cpu" else "spawn"
 
 
@@ -113,11 +121,11 @@ class LocalWorkers:
         self._start_timeout = start_timeout
         self._threads = threads
         self._forks = start_method == "fork"
-        self._server: ForkServer | None = None  # which forks the workers
+        self._server: ForkServer | None = None  # forks the workers
         self._children: dict[int, WorkerProcess] = {}
         self._lock = threading.Lock()
         self._runs = 0
-        self._kept: dict[Any, Any] = {}
+        self._singletons: dict[Any, Any] = {}
 
     def run(
         self,
@@ -130,12 +138,24 @@ class LocalWorkers:
         on_report: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on the first `ranks` workers, in a new process group. The results.
+        """Calls `function(*args, **kwargs)` on the first `ranks` workers, in a new process group.
 
-        timeout: seconds without an answer or a report, once the workers are up (`math.inf`: no limit).
-        echo: show what rank 0 prints, live. on_report: gets what rank 0's function gives to `report`, live.
-        Errors: `WorkerError`, the first failure; `TypeError` for what cannot be pickled. Arguments named like
-        these four go through `functools.partial`.
+        To pass keyword arguments with the names of those below to the function, use `functools.partial`.
+
+        Args:
+            ranks: number of ranks. Default: all.
+            timeout: most seconds without an answer or a report, once the workers are up (`math.inf`: no limit).
+            echo: whether to show the output of rank 0, live.
+            on_report: is called with each value that rank 0's function gives to `report`, live.
+
+        Returns:
+            The results in the order of ranks.
+
+        Raises:
+            WorkerError: a rank failed, died or did not answer in time. The error is that of the first one.
+            TypeError: the function or an argument cannot be pickled.
+            ValueError: `ranks` is larger than the pool.
+            RuntimeError: the pool is busy with another run.
         """
         count = self.ranks if ranks is None else ranks
         if not 1 <= count <= self.ranks:
@@ -151,7 +171,7 @@ class LocalWorkers:
             answers = self._perform(run, payload, self.timeout if timeout is None else timeout)
         except WorkerError:
             raise
-        except BaseException:  # an interrupt, or an error of on_report: nobody waits for the answers now
+        except BaseException:  # an interrupt, or an error of on_report: the answers are not needed any more
             self.kill()
             raise
         finally:
@@ -159,29 +179,29 @@ class LocalWorkers:
         return [unpack(answer) for answer in answers]
 
     def start(self, ranks: int | None = None) -> None:
-        """Start workers without waiting for them. Never needed: it only hides the time they take."""
+        """Starts workers without waiting for them. Optional: it only hides the time that they take to start."""
         with self._lock:
             self._start(self.ranks if ranks is None else ranks)
 
     def kept(self, kind: Callable[[], T]) -> T:
-        """The one `kind()` of this pool, made when it is first asked for: for what is to live as long as the pool."""
-        if kind not in self._kept:
-            self._kept[kind] = kind()
-        value: T = self._kept[kind]
+        """The single `kind()` of this pool. The first call makes it; it lives as long as the pool."""
+        if kind not in self._singletons:
+            self._singletons[kind] = kind()
+        value: T = self._singletons[kind]
         return value
 
     def pids(self) -> list[int]:
-        """The processes that live now, by rank."""
+        """The PIDs of the workers that run, in the order of ranks."""
         children = [child for _, child in sorted(self._children.items())]
         return [child.process.pid for child in children if child.process.poll() is None]
 
     def kill(self) -> None:
-        """End all workers at once. The pool stays usable."""
+        """Kills all workers. The pool stays usable."""
         self._drop(self._children.values())
 
     def close(self) -> None:
-        """End all workers; the ones that are idle leave by themselves."""
-        self._kept.clear()
+        """Ends all workers. Idle ones exit by themselves; the others are killed."""
+        self._singletons.clear()
         for child in self._children.values():
             child.channel.close()
         deadline = time.monotonic() + GRACE
@@ -204,7 +224,7 @@ class LocalWorkers:
         self.close()
 
     def _start(self, count: int) -> None:
-        """Begin what takes time."""
+        """Starts the fork server, or the first ``count`` workers, without waiting for them."""
         if self._server is not None and not self._server.alive:
             self._drop(self._children.values())
             self._server.close()
@@ -217,31 +237,32 @@ class LocalWorkers:
             self._server = ForkServer(environment_of(self._threads))
 
     def _add(self, count: int) -> None:
+        """Starts the missing ones of the first ``count`` workers."""
         for rank in range(count):
             if rank in self._children:
                 continue
             try:
                 self._children[rank] = WorkerProcess(rank, self._threads, self._server)
-            except OSError as error:  # no more processes or memory; or what forks them has just died
+            except OSError as error:  # no more processes or memory; or the fork server has just died
                 output = "" if self._server is None else tail_of(self._server.log)
                 raise WorkerError(rank, f"worker {rank} did not start: {error}", output) from error
 
     def _await_server(self, server: ForkServer, deadline: float) -> None:
+        """Waits until the fork server has imported its modules. Raises WorkerError if it ends, or is too late."""
         while not server.up:
             ended = not server.alive
             if ended or time.monotonic() > deadline:
-                what = (
-                    f"ended with exit code {server.process.poll()}"
-                    if ended
-                    else f"not up after {self._start_timeout:g} s"
-                )
+                problem = f"not up after {self._start_timeout:g} s"
+                if ended:
+                    problem = f"ended with exit code {server.process.poll()}"
                 output = tail_of(server.log)
                 self._server = None
                 server.close()
-                raise WorkerError(0, f"workers did not start: the process that forks them: {what}", output)
+                raise WorkerError(0, f"workers did not start: the process that forks them: {problem}", output)
             server.listen(_TICK)
 
     def _await_start(self, count: int) -> None:
+        """Waits until the first ``count`` workers have imported torch. Raises WorkerError if one ends, or is too late."""
         deadline = time.monotonic() + self._start_timeout
         if self._server is not None:
             self._await_server(self._server, deadline)
@@ -256,12 +277,13 @@ class LocalWorkers:
                 if head[0] == "died":
                     problems.insert(0, (child, child.death()))
             if problems:
-                child, what = problems[0]
+                child, problem = problems[0]
                 output = child.output()
                 self._drop(child for child in missing if not child.ready)
-                raise WorkerError(child.rank, f"worker {child.rank} did not start: {what}", output)
+                raise WorkerError(child.rank, f"worker {child.rank} did not start: {problem}", output)
 
     def _perform(self, run: _Run, payload: bytes, timeout: float) -> list[memoryview]:
+        """Performs a run. Returns the pickled results in the order of ranks. Raises WorkerError."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
             self._send(run, payload, timeout, directory)
             error = run.wait(timeout)
@@ -292,19 +314,20 @@ class LocalWorkers:
             child.channel.post(("task", task), payload)
 
     def _drop(self, children: Iterable[WorkerProcess]) -> None:
+        """Kills workers and removes them from the pool."""
         children = list(children)
-        for child in children:  # all at once; none waits for another's end
+        for child in children:  # all of them first, so that they end at the same time
             child.kill()
         for child in children:
             child.discard()
             self._children.pop(child.rank, None)
 
 
-_PORTS = range(20_000, 32_000)  # below those that systems give to whoever asks for any, gloo for each of its groups
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports of the system, which gloo takes for its groups
 
 
 def _free_port() -> int:
-    """A port of this machine on which nobody listens."""
+    """A port of this machine on which no process listens."""
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -314,6 +337,8 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class _Failure:
+    """A failure of one rank. See ``WorkerError``."""
+
     rank: int
     when: float  # time.monotonic(), which all processes of a machine share
     reason: str
@@ -322,12 +347,12 @@ class _Failure:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """First causes before those that only lost a peer, then by time."""
+        """Sort key for first causes: ranks that only lost a peer come last; then by time."""
         return bool(LOST_PEER.search(self.details)), self.when
 
 
 class _Run:
-    """One run over some workers: who has answered, failed, come back."""
+    """The state of one run: which workers have answered, failed, died or become idle."""
 
     def __init__(
         self, number: int, children: list[WorkerProcess], echo: bool, on_report: Callable[[Any], None] | None
@@ -341,30 +366,35 @@ class _Run:
         self._leaving = False
         self._on_report = on_report
         self._echo = Echo(children[0].log) if echo else None
-        self._heard = time.monotonic()  # when somebody answered or reported last
+        self._heard = time.monotonic()  # time of the last answer or report
 
     def wait(self, timeout: float) -> WorkerError | None:
-        """Until everyone has answered, or one has failed, or the time is up. The error of the last case."""
+        """Waits until all ranks have answered, or one has failed, or the time is up.
+
+        Returns:
+            The error if the time is up; else None.
+        """
         self._heard = time.monotonic()
         while len(self.answers) < len(self.children) and not self._failures:
-            left = self._heard + timeout - time.monotonic()
-            if left <= 0:
+            remaining = self._heard + timeout - time.monotonic()
+            if remaining <= 0:
                 return self._too_late(timeout)
-            self._turn(min(left, _TICK))
+            self._handle_messages(min(remaining, _TICK))
         return None
 
     def leave(self, grace: float) -> None:
-        """Let everyone leave the process group and come back, for as long as the grace lasts."""
+        """Tells all ranks to leave the process group, and waits up to ``grace`` seconds until they are idle."""
         self._leaving = True
         for rank in self.answers:
             self.children[rank].channel.post(("finish",))
         deadline = time.monotonic() + (GRACE if self._failures else grace)
-        while self._open() and (left := deadline - time.monotonic()) > 0:
-            self._turn(min(left, _TICK))
+        while self._open() and (remaining := deadline - time.monotonic()) > 0:
+            self._handle_messages(min(remaining, _TICK))
         if self._echo:
             self._echo.show(last=True)
 
     def first_failure(self) -> WorkerError | None:
+        """The error of the rank that failed first; None if no rank failed."""
         if not self._failures:
             return None
         first = min(self._failures, key=lambda failure: failure.order)
@@ -375,14 +405,19 @@ class _Run:
         return WorkerError(first.rank, reason, "\n\n".join(part for part in details if part))
 
     def lost(self, keep_failed: bool) -> list[WorkerProcess]:
-        """Workers not to be used again: dead, not back, or failed on a GPU (its context may be broken)."""
+        """The workers that cannot be used again: those that are not idle, and failed ones unless ``keep_failed``.
+
+        After a failure on a GPU, the context of the GPU may be broken.
+        """
         failed = set() if keep_failed else {failure.rank for failure in self._failures}
         return [child for child in self.children if child.rank not in self._idle or child.rank in failed]
 
     def _open(self) -> list[WorkerProcess]:
+        """The workers that are neither idle nor dead."""
         return [child for child in self.children if child.rank not in self._idle | self._dead]
 
-    def _turn(self, wait: float) -> None:
+    def _handle_messages(self, wait: float) -> None:
+        """Handles the messages that arrive within ``wait`` seconds, and shows new output of rank 0."""
         for child, head, body in exchange(self._open(), wait):
             kind = head[0]
             if kind == "report":
@@ -396,8 +431,8 @@ class _Run:
                     child.channel.post(("finish",))
             elif kind == "failed":
                 _, when, summary, details = head
-                mistake = unpack(body) if body else None
-                self._failures.append(_Failure(child.rank, when, f"failed: {summary}", details, mistake))
+                plan_error = unpack(body) if body else None
+                self._failures.append(_Failure(child.rank, when, f"failed: {summary}", details, plan_error))
             elif kind == "idle":
                 self._idle.add(child.rank)
             elif kind == "died":
@@ -408,6 +443,7 @@ class _Run:
             self._echo.show()
 
     def _too_late(self, timeout: float) -> WorkerError:
+        """Kills the ranks that have not answered. Returns an error with their stacks."""
         silent = [child for child in self.children if child.rank not in self.answers]
         stacks = stacks_of(silent)
         blocks = [f"Rank {child.rank} is in (innermost first):\n{stacks[child.rank]}" for child in silent]

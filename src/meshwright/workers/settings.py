@@ -1,7 +1,7 @@
-"""``Settings``: what a process has set of torch, as it was when a worker began, and again before each of its tasks.
+"""``Settings``: saves torch's global settings when a worker starts, and restores them before each of its tasks.
 
-A result must not depend on what ran earlier in the same process: not on a type, a mode or a backend that an earlier task chose,
-nor on hooks of all modules that it left.
+A result must not depend on what ran earlier in the same process: a default dtype, a mode or a backend that an earlier task set,
+or global module hooks that it registered.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from functools import partial
 from typing import Any
 
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
-"""What reads a setting, and what gives it a value."""
+"""(function that reads a setting, function that sets it)"""
 
 
 class Settings:
-    """As they are when this is made. Torch has been imported."""
+    """The global settings at the time when the object is made. Torch must be imported before."""
 
     def __init__(self) -> None:
-        self._settings = [(read(), read, give) for read, give in _settings()]
+        self._settings = [(read(), read, write) for read, write in _settings()]
 
     def restore(self) -> None:
-        """They are so again."""
+        """Restores the settings."""
         import torch
 
-        for before, read, give in self._settings:
-            if read() != before:
-                give(before)
-        if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the whole compiler
+        for saved, read, write in self._settings:
+            if read() != saved:
+                write(saved)
+        if torch.are_deterministic_algorithms_enabled():  # checked first: the setter imports torch's compiler
             torch.use_deterministic_algorithms(False)
         torch.set_default_device(None)
-        torch.set_flush_denormal(False)  # which cannot be read
+        torch.set_flush_denormal(False)  # torch has no function that reads this setting
         for hooks in _hooks_of_all_modules():
             hooks.clear()
 
@@ -57,7 +57,7 @@ def _settings() -> Iterator[Setting]:
 
 
 def _hooks_of_all_modules() -> Iterator[dict[int, Any]]:
-    """Private: there is no public way to ask for hooks that were registered for all modules."""
+    """The dicts of hooks that are registered for all modules. Private: torch has no public function that returns them."""
     from torch.nn.modules import module
 
     for name, value in vars(module).items():

@@ -1,14 +1,14 @@
-"""A worker: one process of a pool, which does one task after another for it.
+"""``main``: the main function of a worker, a process of a pool. It performs one task after another.
 
     main thread   hello ─ import torch ─ ready ─┬─ take a task ─ fresh state, environment, process group ─┐
                                                 │     function(*args, **kwargs)                           │
                                                 │     answer (done | failed) ─ wait for "finish"          │
                                                 └──── group destroyed, environment restored ─ idle ───────┘
-    listener      hands the pool's messages to the main thread; ends the process when the pool is gone
+    listener      passes the pool's messages to the main thread; ends the process if the pool is gone
 
-A worker that is done keeps its process group until the pool says "finish", which it says when everyone has
-answered: a peer that is still in a collective does not lose its connection. A worker that failed leaves its
-group at once, so that its peers fail soon too.
+A worker that is done keeps its process group until the pool sends "finish". The pool sends it when all ranks have answered, so
+a peer that is still in a collective does not lose its connection. A worker that failed leaves its group at once, so that its
+peers fail soon, too.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from meshwright.workers.channel import Channel, Message
 from meshwright.workers.pickling import pack, unpack
 from meshwright.workers.settings import Settings
 
-STACK_SIGNAL = signal.SIGUSR1  # the pool asks with it for the stack a worker is in
+STACK_SIGNAL = signal.SIGUSR1  # the pool sends it to get the stacks of a worker
 LISTENER = "meshwright-listener"
-_INIT_TIMEOUT = 60.0  # seconds in which all ranks of a run must have met
-_GROUP_NAMES_A_RUN = 10_000
+_INIT_TIMEOUT = 60.0  # most seconds until all ranks of a run have joined the process group
+_GROUP_NAMES_A_RUN = 10_000  # most names of process groups in a run
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is told about a run; the function and its arguments follow as a payload."""
+    """A worker's part in a run. The function and its arguments are in the body of the same message."""
 
     run: int  # counts the runs of the pool, from 1
     rank: int
     ranks: int
-    store: str  # the file through which the ranks meet; the run's own
-    port: int  # free when the run began: for a function that makes its group by env://
+    store: str  # file of the ``FileStore`` through which the ranks meet; a new one for each run
+    port: int  # was free when the run began: MASTER_PORT, for functions that make a group by env://
     timeout: float
     device: str
     threads: int
@@ -63,16 +63,21 @@ class Task:
 
 
 def report(value: object) -> None:
-    """Tell the pool's `on_report` something while the function runs.
+    """Sends a value to the pool's `on_report` while the function runs.
 
-    Only rank 0's reports are sent; outside a worker nothing happens.
+    Only rank 0 sends its reports. Outside of a worker, this does nothing.
     """
     if _worker is not None and _worker.rank == 0:
         _worker.channel.send(("report",), pack(value))
 
 
 def main(descriptor: int, stacks: int) -> None:
-    """Be a worker process, given descriptors: of its socket, of the file for the stacks it is asked for."""
+    """Runs a worker process until its pool is closed.
+
+    Args:
+        descriptor: of the socket to the pool.
+        stacks: descriptor of the file to which faulthandler writes stacks.
+    """
     global _worker
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -92,31 +97,36 @@ def main(descriptor: int, stacks: int) -> None:
 
 
 class _Worker:
+    """The state of a worker process."""
+
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.rank: int | None = None  # while it runs a function
-        self.settings: Settings | None = None  # once torch is there
+        self.rank: int | None = None  # while it performs a task
+        self.settings: Settings | None = None  # set once torch is imported
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._busy = False
 
     def listen(self) -> None:
-        """Pass messages on, in a thread; leave no orphan when the pool closes its end or its process ends."""
+        """Passes messages to the main thread. Runs in another thread.
+
+        If the pool closes the connection, or its process ends, this process ends, too.
+        """
         parent = os.getppid()
         while not self.channel.closed and os.getppid() == parent:
-            # The parent's id tells more than the socket, which a process forked by the parent may hold open.
+            # The socket alone does not suffice: a process that the parent has forked may have it open, too.
             select.select([self.channel], [], [], 1.0)
             for message in self.channel.receive():
                 self._inbox.put(message)
         if self._busy:
-            os.killpg(os.getpid(), signal.SIGKILL)  # with the processes that the function may have started
+            os.killpg(os.getpid(), signal.SIGKILL)  # and the processes that the function has started
         self._inbox.put(None)
 
     def take(self) -> Message | None:
-        """The next message; None when the pool has closed."""
+        """Waits for the next message and returns it; None if the pool is closed."""
         return self._inbox.get()
 
     def perform(self, task: Task, payload: memoryview) -> None:
-        """One task: exactly one answer, then "idle" when the process is as it was before."""
+        """Performs one task. Sends exactly one answer, and then "idle" once the state of the process is restored."""
         self.rank, self._busy = task.rank, True
         assert self.settings is not None
         with _surroundings(task, self.settings), contextlib.suppress(_FailedError):
@@ -125,13 +135,14 @@ class _Worker:
         self.channel.send(("idle",))
 
     def _answer(self, task: Task, payload: memoryview) -> None:
+        """Calls the function of a task, and sends its result or its error. Raises _FailedError after an error."""
         try:
             function, args, kwargs = unpack(payload)
             with _process_group(task):
                 try:
                     result = pack(function(*args, **kwargs))
                 except BaseException as error:
-                    self._fail(error)  # before the group goes: peers that fail for it come later
+                    self._fail(error)  # before the group is destroyed: peers that fail because of that report later
                     raise _FailedError from None
                 self.channel.send(("done",), result)
                 self.take()  # "finish"
@@ -144,33 +155,37 @@ class _Worker:
             del payload
 
     def _fail(self, error: BaseException) -> None:
+        """Sends an error to the pool, and frees the objects that its frames hold."""
         when = time.monotonic()
         summary = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
         frames = error.__traceback__
         frames = (frames and frames.tb_next) or frames  # without the frame of this file
         details = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        # A person's mistake is told as it is. Other errors go as text alone: not all can be made anew elsewhere.
-        mistake = pack(error) if type(error) in (PlanError, CheckpointError) else b""
-        self.channel.send(("failed", when, summary, details), mistake)
-        # Frames hold tensors and groups; a group that is still held keeps its connections, and peers wait.
+        # An error in the user's input is sent as an object. Others are sent as text only: not all of them can be unpickled.
+        user_error = pack(error) if type(error) in (PlanError, CheckpointError) else b""
+        self.channel.send(("failed", when, summary, details), user_error)
+        # Frames refer to tensors and groups. A group keeps its connections while there is a reference, and peers would wait.
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = error.__context__ = error.__cause__ = None
         gc.collect()
 
 
 class _FailedError(Exception):
-    """The function failed, and the pool has been told."""
+    """The function failed, and the error has been sent to the pool."""
 
 
 _worker: _Worker | None = None
 
 
-# ---- what a function finds, and what it leaves behind ----
+# ---- the environment of a task ----
 
 
 @contextlib.contextmanager
 def _surroundings(task: Task, settings: Settings) -> Iterator[None]:
-    """A rank's environment as torchrun sets it, the pool's directory and sys.path, torch as when started."""
+    """Sets the environment as torchrun does, the directory, ``sys.path`` and ``sys.argv`` of the pool, and torch's settings.
+
+    Restores the environment afterwards.
+    """
     environment = dict(os.environ)
     os.environ.update(_environment(task))
     os.chdir(task.directory)
@@ -181,7 +196,7 @@ def _surroundings(task: Task, settings: Settings) -> Iterator[None]:
     try:
         yield
     finally:
-        # Key by key: other threads may be reading the environment.
+        # Only changed keys, one by one: other threads may read the environment at the same time.
         for key in os.environ.keys() | environment.keys():
             if key not in environment:
                 del os.environ[key]
@@ -202,23 +217,23 @@ def _environment(task: Task) -> dict[str, str]:
 
 
 def _fresh_torch(task: Task) -> None:
-    """Threads, memory and random numbers as a task finds them, whatever ran earlier."""
+    """Sets torch's number of threads, frees cached GPU memory, and seeds Python and NumPy, independently of earlier tasks."""
     import torch
 
     torch.set_num_threads(task.threads)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other ranks may share the device
-    # Other numbers on each rank, as in processes that were started apart: what needs them alike has to see to it.
+    # Another seed on each rank, as in separately started processes: code that needs equal numbers must set a seed.
     random.seed(task.rank + 1)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(task.rank + 1)
 
 
 def _forget_meshes() -> None:
-    """Drop what DTensor remembers of the meshes of earlier runs.
+    """Clears DTensor's caches of the meshes of earlier runs.
 
-    They compare equal from run to run while their groups do not live on; and every group that is kept alive keeps its
-    threads, thousands after some hundred runs. Private: there is no public way to forget them.
+    Meshes of different runs compare equal, but the groups of an earlier run are destroyed. And each group in a cache keeps its
+    threads: thousands after some hundred runs. Private: torch has no public function that clears these caches.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -228,16 +243,16 @@ def _forget_meshes() -> None:
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some names of torch warn where they are looked at
+        warnings.simplefilter("ignore")  # some attributes of torch warn when they are read
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.distributed"):
                 for cache in _caches(module):
                     cache.cache_clear()
     gc.collect()
-    gc.freeze()  # what is left (modules, mostly) need not be looked through again after every run
+    gc.freeze()  # so that later collections skip the remaining objects, most of them modules
 
 
-@functools.cache  # a worker does thousands of tasks, and torch has some hundred modules
+@functools.cache  # cached: a worker performs thousands of tasks, and torch has some hundred modules
 def _caches(module: ModuleType) -> tuple[Any, ...]:
     """The ``functools`` caches of a module and of its classes."""
     values = list(getattr(module, "__dict__", {}).values())  # (torch puts an object without one among its modules)
@@ -247,8 +262,11 @@ def _caches(module: ModuleType) -> tuple[Any, ...]:
 
 
 def _count_groups_from(number: int) -> None:
-    """Names of groups start again with each default group. A name that some cache kept from an earlier run must not find
-    a group of this one, with other ranks: so names count on. Private: there is no public way to name a mesh's groups."""
+    """Makes torch number the names of process groups from ``number`` on.
+
+    By default the numbers start again with each default group. Then a cache with a group's name from an earlier run would get a
+    group of this run, with other ranks. Private: torch has no public function that names the groups of a mesh.
+    """
     import torch.distributed as dist
 
     dist.distributed_c10d._world.group_count += number
@@ -256,6 +274,7 @@ def _count_groups_from(number: int) -> None:
 
 @contextlib.contextmanager
 def _process_group(task: Task) -> Iterator[None]:
+    """Makes the default process group of a run, and destroys it afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -265,16 +284,16 @@ def _process_group(task: Task) -> Iterator[None]:
         if devices == 0:
             raise RuntimeError("workers with device='cuda' see no CUDA device on this machine")
         torch.cuda.set_device(task.rank % devices)
-        # NCCL wants a device a rank. (To a mesh over the whole world, of "gloo" alone, torch would give NCCL on a GPU.)
+        # NCCL needs one device for each rank. (If the backend were only "gloo", torch would use NCCL for a mesh of all ranks.)
         backend = "cpu:gloo,cuda:nccl" if devices >= task.ranks and dist.is_nccl_available() else "cpu:gloo,cuda:gloo"
-    # A file, since a TCPStore looks up the name of whoever connects: seconds, where name service is slow.
+    # A FileStore, as a TCPStore looks up the host name of each client, which takes seconds if name service is slow.
     store = dist.FileStore(task.store, task.ranks)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=min(_INIT_TIMEOUT, task.timeout)))
-    # The pool watches the time and knows more: let it speak first.
+    # Longer than the timeout of the pool: its error says more.
     timeout = timedelta(seconds=min(task.timeout, 1e6) + 10)
     dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
     _count_groups_from(task.run * _GROUP_NAMES_A_RUN)
-    # A rank that is connected may leave at once, while others still connect to each other and would lose it.
+    # A barrier: without it, a connected rank could leave while others still connect to it.
     dist.all_reduce(torch.zeros(()))
     try:
         yield
