@@ -54,6 +54,7 @@ from meshwright.private import (
     bases_of,
     collectives_entered,
     compiles,
+    copy_all,
     function_mode_at,
     function_modes,
     has_gradient,
@@ -116,7 +117,7 @@ USES = {
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
-        _foreach_mul_ _foreach_norm _has_any_global_hook \
+        _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
@@ -1013,6 +1014,9 @@ def test_clipping_rests_on_calls_for_all_tensors_at_once(dtype: torch.dtype) -> 
     assert [n.dtype for n in norms] == [wide] * 3
     assert [round(n.item() ** 2) for n in norms] == [2700, 16, 0]  # in a half type, 2700 would be another number
     scale_all(tensors, torch.tensor(0.5, dtype=dtype))
+    copies = [torch.empty_like(t) for t in tensors]
+    copy_all(copies, tensors)
+    assert all(map(torch.equal, copies, tensors))
     assert tensors[0].eq(1.5).all() and tensors[1] == 2
 
 

@@ -412,6 +412,11 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copies tensors into others of the same shapes, in one call. The public way is a call for each of them."""
+    torch._foreach_copy_(into, values)
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """How long CPU collectives of a group wait for other ranks; None if its backend has no timeout. There is no public way to
     ask."""
@@ -438,6 +443,7 @@ __all__ = [
     "autograd_local",
     "collectives_entered",
     "compiles",
+    "copy_all",
     "function_mode_at",
     "function_modes",
     "has_hooks",

@@ -25,7 +25,7 @@ from meshwright.runtime.coupling.paths import ReadLog, outside_of_parts
 from meshwright.runtime.coupling.saved import without_hooks, written_after_saved
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
 from meshwright.runtime.coupling.untouched import Slot, untouched
-from meshwright.runtime.rows.batch import doubled
+from meshwright.runtime.rows.batch import doubled, reversed_rows
 from meshwright.runtime.rows.loss_weights import MEAN
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.runtime.weights.parameters import local_tensor
@@ -260,14 +260,18 @@ class Attempt:
         self._parts[way] = self._outcome(spans, pieces, way, self._numbers)
 
     def _noise(self) -> float:
-        """8 times the relative difference of the loss of some rows and that of the same rows twice: rounding alone, unless the
-        model compares single rows with each other."""
+        """8 times the relative difference of two losses that should be equal: of some rows, and of the same rows twice
+        (unless the model compares single rows, or divides by their number and something else); or of all rows, and of all in
+        reverse (unless their order matters). The smaller one."""
         count = self._count // 2
         once, numbers = take_rows(self._rows, 0, count), DrawnNumbers(count)
         twice = doubled(once, count)
         a = self._outcome([(0, count)], [once], MEAN, numbers).losses[0]
         b = self._outcome([(0, 2 * count)], [twice], MEAN, numbers).losses[0]
-        return 8 * min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
+        noise = min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
+        whole, backwards = self._whole.losses[0], reversed_rows(self._rows, self._count)
+        other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
+        return 8 * min(noise, abs(other - whole) / max(1.0, abs(whole)))
 
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:
         results = Results()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from meshwright.private import without_modes
+from meshwright.private import copy_all, without_modes
 from meshwright.runtime.weights.parameters import zero_gradient
 
 BYTES = 25 * 2**20  # of a bucket, as in torch's DDP
@@ -176,7 +176,7 @@ class Buckets:
             into.append(p.grad)
             sums.append(part.view(p.shape))
         if into:
-            torch._foreach_copy_(into, sums)
+            copy_all(into, sums)
         bucket.total = bucket.work = None
 
 
