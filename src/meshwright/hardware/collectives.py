@@ -62,18 +62,18 @@ class Group:
             raise ValueError(f"a group has at least one rank, and one a node; given {self.ranks} and {self.per_node}")
 
     @property
-    def ranks_on_node(self) -> int:
+    def here(self) -> int:
         """How many ranks of the group a full node holds."""
         return min(self.ranks, self.per_node)
 
     @property
     def nodes(self) -> int:
-        return ceil(self.ranks / self.ranks_on_node)
+        return ceil(self.ranks / self.here)
 
     @property
     def fewest(self) -> int:
         """How many ranks the node with the fewest ranks holds: it limits the bandwidth of a ring."""
-        return self.ranks - (self.nodes - 1) * self.ranks_on_node
+        return self.ranks - (self.nodes - 1) * self.here
 
 
 def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
@@ -98,10 +98,8 @@ def collective(
     """
     if group.ranks == 1:
         return NOTHING
-    if group.ranks_on_node > profile.devices_per_node:
-        raise ValueError(
-            f"{group.ranks_on_node} ranks in a node of {profile.devices_per_node} devices ({profile.name})"
-        )
+    if group.here > profile.devices_per_node:
+        raise ValueError(f"{group.here} ranks in a node of {profile.devices_per_node} devices ({profile.name})")
     if group.nodes > 1 and profile.network is None:
         raise ValueError(f"a group over {group.nodes} nodes, and {profile.name} has no network")
     if contention < 1:
@@ -132,7 +130,7 @@ class _Wires:
 
     def within(self, sent: float, rate: float = 1.0) -> float:
         """T: seconds for the bytes that a device sends to others of its node; 0 if the group has one rank on the node."""
-        ranks_on_node = self.group.ranks_on_node
+        ranks_on_node = self.group.here
         used = (
             (ranks_on_node - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and ranks_on_node > 1 else 1.0
         )
@@ -144,11 +142,11 @@ class _Wires:
 
     @property
     def start(self) -> float:
-        return max(self.node.start * (self.group.ranks_on_node > 1), self.network.start * (self.group.nodes > 1))
+        return max(self.node.start * (self.group.here > 1), self.network.start * (self.group.nodes > 1))
 
     def estimate(self, latency: float, within: float, across: float) -> Estimate:
         """The latency, and the longer of both kinds of bytes, which flow at the same time; its link's scatter."""
-        crossing = self.group.nodes > 1 and (across >= within or self.group.ranks_on_node == 1)
+        crossing = self.group.nodes > 1 and (across >= within or self.group.here == 1)
         return Estimate(latency + max(within, across), (self.network if crossing else self.node).scatter)
 
 
@@ -174,7 +172,7 @@ def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
     """
     group = wires.group
     k, g = group.nodes, group.fewest
-    latency = wires.start + 2 * ((group.ranks_on_node - 1) * wires.node.latency + _levels(k) * wires.network.latency)
+    latency = wires.start + 2 * ((group.here - 1) * wires.node.latency + _levels(k) * wires.network.latency)
     return wires.estimate(latency, wires.within(2 * size, TREE), wires.across(min(2, k - 1) * size / g, TREE))
 
 
@@ -187,14 +185,14 @@ def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
     group = wires.group
     k, g = group.nodes, group.fewest
     latency = SWITCH + 2 * _levels(k) * wires.network.latency
-    within = wires.within((1 + 1 / group.ranks_on_node) * size, wires.node.in_switch)
+    within = wires.within((1 + 1 / group.here) * size, wires.node.in_switch)
     return wires.estimate(latency, within, wires.across(min(2, k - 1) * size / g))
 
 
 def _pairwise(wires: _Wires, kind: str, size: float) -> Estimate:
     """Each rank sends each other one its part, S/n: at once within a node, node by node across nodes."""
     group = wires.group
-    n, k, ranks_on_node = group.ranks, group.nodes, group.ranks_on_node
+    n, k, ranks_on_node = group.ranks, group.nodes, group.here
     latency = wires.start + max(EXCHANGE * wires.node.latency * (ranks_on_node > 1), (k - 1) * wires.network.latency)
     return wires.estimate(
         latency, wires.within((ranks_on_node - 1) / n * size), wires.across((n - ranks_on_node) / n * size)
@@ -224,6 +222,6 @@ def _ways(profile: Profile, kind: CollectiveKind, group: Group) -> Sequence[Call
     ways = [_ring]
     if group.nodes > 1:
         ways.append(_tree)
-    if profile.node.in_switch > 0 and group.ranks_on_node > 1:
+    if profile.node.in_switch > 0 and group.here > 1:
         ways.append(_in_switch)
     return ways
