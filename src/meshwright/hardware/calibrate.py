@@ -134,9 +134,9 @@ def _host(meter: Meter) -> tuple[float, float]:
             x = torch.relu((x * 1.5 + 1.0).t())
         return x
 
-    whole = meter.seconds(lambda: chain().backward(torch.ones(8, 8)))
+    both = meter.seconds(lambda: chain().backward(torch.ones(8, 8)))
     forward = meter.seconds(chain)
-    return short(forward / CHAIN), short(max(whole - forward, forward / 10) / CHAIN)
+    return short(forward / CHAIN), short(max(both - forward, forward / 10) / CHAIN)
 
 
 def _products(dtype: str, sides: Sequence[int]) -> Calls:
@@ -193,8 +193,8 @@ def _slower(meter: Meter) -> dict[str, float]:
     plain = max(meter.seconds(lambda: x + y) - meter.host, 1e-7) / (3 * x.nbytes)
     times: dict[str, float] = {}
     for name, (call, taken) in calls().items():
-        given = call()
-        results = [t for t in (given if isinstance(given, tuple) else (given,)) if isinstance(t, torch.Tensor)]
+        result = call()
+        results = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
         moved = sum(t.nbytes for t in (*taken, *results))
         times[name] = max(1.0, round((meter.seconds(call) - meter.host) / (moved * plain), 2))
     return times

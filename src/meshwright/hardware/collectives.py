@@ -1,4 +1,4 @@
-"""What a collective takes: its steps and the bytes that each device sends, by algorithm (the α–β model).
+"""Seconds of a collective: its steps and the bytes that each device sends, by algorithm (the α–β model).
 
 The fastest algorithm counts, since NCCL picks by such a model (NVIDIA/nccl, src/graph/tuning.cc). Letters: ``n`` ranks on
 ``k`` nodes, ``g`` ranks a node; ``S`` bytes; ``α`` and ``α'`` the latency of a step within a node and across nodes;
@@ -35,7 +35,7 @@ from meshwright.hardware.profile import NOTHING, Estimate, Link, Profile
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 TREE = 0.92
-"""Which part of a ring's bandwidth a tree attains: NCCL, tuning.cc (``busBw * .92``)."""
+"""The fraction of a ring's bandwidth that a tree attains: NCCL, tuning.cc (``busBw * .92``)."""
 
 EXCHANGE = 3
 """Steps of an all-to-all within a node, however many ranks it has. Measured: few bytes of 2, 4 and 8 devices take 9 to 13 us on
@@ -47,11 +47,11 @@ SWITCH = 25e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Where the ranks of a collective stand.
+    """How the ranks of a collective are spread over nodes.
 
     Attributes:
         ranks: how many there are.
-        per_node: how many of them stand in one node; as many as ranks, or more: all do. The last node may have fewer.
+        per_node: how many of them one node holds. If ``per_node >= ranks``, one node holds all. The last node may hold fewer.
     """
 
     ranks: int
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def here(self) -> int:
-        """Ranks of a full node."""
+        """How many ranks of the group a full node holds."""
         return min(self.ranks, self.per_node)
 
     @property
@@ -72,12 +72,12 @@ class Group:
 
     @property
     def fewest(self) -> int:
-        """Ranks of the node that has the fewest, which is the narrowest place of a ring."""
+        """How many ranks the node with the fewest ranks holds: it limits the bandwidth of a ring."""
         return self.ranks - (self.nodes - 1) * self.here
 
 
 def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
-    """Where the ranks of a group stand, each ``apart`` ranks from the one before."""
+    """The group of ``ranks`` ranks in which each rank is ``apart`` ranks after the one before."""
     return Group(ranks, max(1, min(ranks, profile.devices_per_node // apart)))
 
 
@@ -93,8 +93,8 @@ def collective(
         group: for a send, the two ranks.
         contention: how many collectives share the link at that time: each has that part of its bandwidth.
 
-    Raises ValueError for a group over several nodes where the profile has no network, and for one with more ranks in a node
-    than the node has devices.
+    Raises ValueError if the group spans several nodes and the profile has no network, or if the group has more ranks on a
+    node than the node has devices.
     """
     if group.ranks == 1:
         return NOTHING
@@ -105,11 +105,11 @@ def collective(
     if contention < 1:
         raise ValueError(f"at least one collective uses the link; given {contention}")
     wires = _Wires(profile, group, contention)
-    found = min(
+    fastest = min(
         (way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds
     )
     times = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
-    return found if times == 1.0 else times * found
+    return fastest if times == 1.0 else times * fastest
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,15 @@ class _Wires:
         return self.profile.network or self.profile.node
 
     def within(self, sent: float, rate: float = 1.0) -> float:
-        """T: what the bytes take that a device sends to others of its node; nothing where it is alone there."""
-        here = self.group.here
-        used = (here - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and here > 1 else 1.0
-        return self.node.seconds(sent, rate * used / self.contention) if here > 1 else 0.0
+        """T: seconds for the bytes that a device sends to others of its node; 0 if the group has one rank on the node."""
+        ranks_on_node = self.group.here
+        used = (
+            (ranks_on_node - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and ranks_on_node > 1 else 1.0
+        )
+        return self.node.seconds(sent, rate * used / self.contention) if ranks_on_node > 1 else 0.0
 
     def across(self, sent: float, rate: float = 1.0) -> float:
-        """T': what the bytes take that a device sends to other nodes; nothing within one node."""
+        """T': seconds for the bytes that a device sends to other nodes; 0 if the group is on one node."""
         return self.network.seconds(sent, rate / self.contention) if self.group.nodes > 1 else 0.0
 
     @property
@@ -190,9 +192,11 @@ def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
 def _pairwise(wires: _Wires, kind: str, size: float) -> Estimate:
     """Each rank sends each other one its part, S/n: at once within a node, node by node across nodes."""
     group = wires.group
-    n, k, here = group.ranks, group.nodes, group.here
-    latency = wires.start + max(EXCHANGE * wires.node.latency * (here > 1), (k - 1) * wires.network.latency)
-    return wires.estimate(latency, wires.within((here - 1) / n * size), wires.across((n - here) / n * size))
+    n, k, ranks_on_node = group.ranks, group.nodes, group.here
+    latency = wires.start + max(EXCHANGE * wires.node.latency * (ranks_on_node > 1), (k - 1) * wires.network.latency)
+    return wires.estimate(
+        latency, wires.within((ranks_on_node - 1) / n * size), wires.across((n - ranks_on_node) / n * size)
+    )
 
 
 def _send(wires: _Wires, kind: str, size: float) -> Estimate:

@@ -89,11 +89,11 @@ def _seconds(kind: str, elements: int, group: dist.ProcessGroup | None, rounds: 
 
     ranks = dist.get_world_size(group)
     part = torch.zeros(-(-elements // ranks))
-    whole = torch.zeros(part.numel() * ranks if kind != "all_reduce" else elements)
+    full = torch.zeros(part.numel() * ranks if kind != "all_reduce" else elements)
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full, group=group),
     }
     times = []
     for _ in range(rounds + 1):

@@ -28,28 +28,28 @@ OWN_RATE = POINTWISE | REDUCING | BACKWARDS | UPDATES | DRAWS
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
-    """Each function as a call, and the tensors that it is given."""
+    """Name of a function → (a call that times it, the tensors among its arguments)."""
     import torch
 
     ops = torch.ops.aten
     x, y, z = (torch.rand(ROWS, WIDTH) + 0.5 for _ in range(3))
     mask = (torch.arange(WIDTH) < WIDTH // 2).expand(ROWS, WIDTH).contiguous()
-    row, ids = torch.ones(WIDTH), torch.arange(ROWS) % WIDTH
-    _, mean, rstd = ops.native_layer_norm(x, [WIDTH], row, row, 1e-5)
-    given: dict[str, tuple[Any, ...]] = {
+    ones, ids = torch.ones(WIDTH), torch.arange(ROWS) % WIDTH
+    _, mean, rstd = ops.native_layer_norm(x, [WIDTH], ones, ones, 1e-5)
+    arguments: dict[str, tuple[Any, ...]] = {
         **dict.fromkeys("exp log sqrt rsqrt tanh sigmoid silu gelu erf cos sin".split(), (x,)),
         "pow": (x, 2), "where": (mask, x, y), "gt": (x, y), "eq": (x, y), "masked_fill": (x, mask, 0.0),
         "mean": (x, [-1]), "sum": (x, [-1]), "amax": (x, [-1]), "cumsum": (x, 1), "linalg_vector_norm": (x,),
-        "_softmax": (x, -1, False), "_log_softmax": (x, -1, False), "native_layer_norm": (x, [WIDTH], row, row, 1e-5),
+        "_softmax": (x, -1, False), "_log_softmax": (x, -1, False), "native_layer_norm": (x, [WIDTH], ones, ones, 1e-5),
         **dict.fromkeys(("tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"), (x, y)),
         "threshold_backward": (x, y, 0),
         **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), (x, y, -1, torch.float32)),
-        "native_layer_norm_backward": (x, y, [WIDTH], mean, rstd, row, row, [True, True, True]),
+        "native_layer_norm_backward": (x, y, [WIDTH], mean, rstd, ones, ones, [True, True, True]),
         "embedding_dense_backward": (x, ids, WIDTH, -1, False),
         "addcmul_": (x.clone(), y, z), "addcdiv_": (x.clone(), y, z), "lerp_": (x.clone(), y, 0.1),
         "bernoulli_": (x.clone(), 0.5), "native_dropout": (x, 0.5, True),
     }  # fmt: skip
     return {
         name: (partial(getattr(ops, name), *args), [a for a in args if isinstance(a, torch.Tensor)])
-        for name, args in given.items()
+        for name, args in arguments.items()
     }

@@ -15,8 +15,8 @@ def calibrated_file() -> Path:
     ``$XDG_CONFIG_HOME/meshwright/cpu-local.yaml``; without that variable, ``~/.config/meshwright/cpu-local.yaml`` (XDG Base
     Directory Specification 0.8: a relative path in the variable counts as none).
     """
-    said = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    folder = said if said.is_absolute() else Path.home() / ".config"
+    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    folder = config if config.is_absolute() else Path.home() / ".config"
     return folder / "meshwright" / f"{CPU_LOCAL}.yaml"
 
 

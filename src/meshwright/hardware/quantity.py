@@ -56,8 +56,8 @@ def spell_quantity(value: float, kind: Kind) -> str:
     exact = Decimal(repr(value))
     fitting = [(unit, size) for unit, size in _written_units(kind).items() if exact >= size]
     if kind == "B":  # 85899345920 B is 80 GiB, and 85.89934592 GB
-        whole = [(unit, size) for unit, size in fitting if exact % size == 0]
-        fitting = [max(whole, key=lambda pair: pair[1])] if whole else [("B", Decimal(1))]
+        exact_units = [(unit, size) for unit, size in fitting if exact % size == 0]
+        fitting = [max(exact_units, key=lambda pair: pair[1])] if exact_units else [("B", Decimal(1))]
     smallest = min(_written_units(kind).items(), key=lambda pair: pair[1])
     unit, size = max(fitting, key=lambda pair: pair[1]) if fitting else smallest
     if not value:

@@ -84,31 +84,31 @@ def read_profile(name_or_path: str, *, node: str | None = None, network: str | N
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-        findings.extend([_unread(name_or_path, file, given)])
+        problem = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        findings.extend([_unread(name_or_path, file, problem)])
         raise findings.error() from None
     called = file.name if is_name else str(file)
     return parse_profile(text, called, node=node, network=network)
 
 
-def _unread(name_or_path: str, file: Path, given: str) -> Finding:
-    """What is wrong where there is no such file: the names that there are, and the nearest."""
+def _unread(name_or_path: str, file: Path, problem: str) -> Finding:
+    """The finding for a file that cannot be read: it lists the known names, and proposes the nearest."""
     names = [*profiles(), *ALIASES]
     if name_or_path == CPU_LOCAL:
         required = f"the profile of this machine, which meshwright calibrate measures; or one of {', '.join(names)}"
-        return Finding(f"{CPU_LOCAL} ({file})", given, required, "meshwright calibrate")
+        return Finding(f"{CPU_LOCAL} ({file})", problem, required, "meshwright calibrate")
     near = nearest(name_or_path, [*names, CPU_LOCAL], most=1)
     required = f"a YAML file, or one of {', '.join(names)}, or {CPU_LOCAL}, which meshwright calibrate measures"
-    return Finding(name_or_path, given, required, near[0] if near else names[0])
+    return Finding(name_or_path, problem, required, near[0] if near else names[0])
 
 
 def parse_profile(text: str, file: str, *, node: str | None = None, network: str | None = None) -> Profile:
     """The profile in a YAML text. ``file``: what findings call it. Raises PlanError with every problem."""
     source = compose(text, file, Findings(f"hardware profile {file}"))
-    # What the reader of plans proposes for what is not YAML at all is a plan.
-    found = [Finding(f.where, f.given, f.required, "" if f.fix == example() else f.fix) for f in source.findings]
+    # For a text that is no YAML, the reader of plans proposes an example plan: leave this proposal out.
+    findings = [Finding(f.where, f.given, f.required, "" if f.fix == example() else f.fix) for f in source.findings]
     source.findings = Findings(source.findings.subject)
-    source.findings.extend(found)
+    source.findings.extend(findings)
     if source.values is None:
         source.findings.raise_if_any()
     return _Reader(source).profile(node, network)
@@ -152,7 +152,7 @@ class _Reader:
             "bandwidth": self.quantity_of(values, "bandwidth", "B/s"),
             "streaming": self.curve_of(values, (), "streaming"),
             "network": self.choose("network", networks, network, values),
-            "cores": self.whole(values, (), "cores", least=0),
+            "cores": self.integer(values, (), "cores", least=0),
             "slower": self.times(values, "slower"),
         }
         if self.findings or chosen is None:  # where there is no node, this has been noted
@@ -160,33 +160,33 @@ class _Reader:
         return Profile(**fields, devices_per_node=chosen[0], node=chosen[1])
 
     def section(
-        self, values: object, path: KeyPath, keys: Sequence[str], required: Mapping[str, str], of: str
+        self, values: object, path: KeyPath, keys: Sequence[str], required: Mapping[str, str], owner: str
     ) -> dict[str, Any]:
-        """The known keys of a mapping that are said; what is unknown or missing is noted."""
+        """The known keys of a mapping with their values. Adds a finding for each unknown key and each missing one."""
         if not isinstance(values, Mapping):
-            self.add(path, flow(values) if values is not None else "nothing", f"the keys of {of}: {', '.join(keys)}")
+            self.add(path, flow(values) if values is not None else "nothing", f"the keys of {owner}: {', '.join(keys)}")
             return {}
         for key in values:
             if key not in keys:
                 near = nearest(str(key), keys, most=1)
                 fix = f"{near[0]}: {flow(values[key])}" if near else f"leave out {key}"
-                self.add((*path, str(key)), f"the key {key}", f"a key of {of}: {', '.join(keys)}", fix, key=True)
+                self.add((*path, str(key)), f"the key {key}", f"a key of {owner}: {', '.join(keys)}", fix, key=True)
         for key, fit in required.items():
             if values.get(key) is None:
                 self.add(path, f"no {key}", f"the key {key}", f"{key}: {fit}")
         return {key: values[key] for key in keys if values.get(key) is not None}
 
     def table(self, values: dict[str, Any], key: str, read: Callable[[object, KeyPath], T | None]) -> dict[str, T]:
-        """A mapping of names, each read; those that are wrong are left out, and noted."""
+        """A mapping of names to values that ``read`` reads. Leaves out wrong values; ``read`` adds a finding for each."""
         entries = values.get(key, {})
         if not isinstance(entries, Mapping) or (key in values and not entries):
             self.add((key,), flow(entries), "names with what belongs to each")
             return {}
-        found = {str(name): read(value, (key, str(name))) for name, value in entries.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        parsed = {str(name): read(value, (key, str(name))) for name, value in entries.items()}
+        return {name: value for name, value in parsed.items() if value is not None}
 
     def rated(self, key: str, curves: Iterable[str], peak: object) -> None:
-        """A curve is a fraction of a peak."""
+        """Adds a finding for each curve whose type has no peak: a curve is a fraction of a peak."""
         if isinstance(peak, Mapping):
             for dtype in curves:
                 if dtype not in peak:
@@ -194,9 +194,9 @@ class _Reader:
                     self.add((key, dtype), f"a curve of {dtype}", required)
 
     def choose(self, key: str, entries: dict[str, T], wanted: str | None, values: dict[str, Any]) -> T | None:
-        """Which node or network is meant: the one that is asked for, or the file's own, or the first."""
-        said = values.get(f"{key}s")
-        names = [str(name) for name in said] if isinstance(said, Mapping) else []
+        """The chosen node or network: ``wanted``, or the default that the file names, or the first."""
+        section = values.get(f"{key}s")
+        names = [str(name) for name in section] if isinstance(section, Mapping) else []
         name = wanted or values.get(key) or next(iter(names), None)
         if name is not None and name not in names:
             where = f"{key} {wanted}" if wanted else self.source.where((key,))
@@ -210,7 +210,7 @@ class _Reader:
         """How many devices a node has, and the link between them."""
         devices = None
         if isinstance(values, Mapping):
-            devices = self.whole({**values}, path, "devices", least=1)
+            devices = self.integer({**values}, path, "devices", least=1)
             if "devices" not in values:
                 self.add(path, "no devices", "how many devices a node has", "devices: 8")
             values = {key: value for key, value in values.items() if key != "devices"}
@@ -219,17 +219,17 @@ class _Reader:
 
     def link(self, values: object, path: KeyPath) -> Link | None:
         before = len(self.findings)
-        said = self.section(values, path, _LINK_KEYS, _LINK, "a link")
+        fields_read = self.section(values, path, _LINK_KEYS, _LINK, "a link")
         fields: dict[str, Any] = {
-            "latency": self.quantity_of(said, "latency", "s", path),
-            "bandwidth": self.quantity_of(said, "bandwidth", "B/s", path),
-            "efficiency": self.curve_of(said, path, "efficiency"),
-            "scatter": self.fraction(said, "scatter", path),
-            "source": self.text(said, "source", path),
-            "start": self.quantity_of(said, "start", "s", path, zero=True),
-            "in_switch": self.fraction(said, "in_switch", path),
-            "mesh": said.get("mesh", False),
-            "kinds": self.times(said, "kinds", path),
+            "latency": self.quantity_of(fields_read, "latency", "s", path),
+            "bandwidth": self.quantity_of(fields_read, "bandwidth", "B/s", path),
+            "efficiency": self.curve_of(fields_read, path, "efficiency"),
+            "scatter": self.fraction(fields_read, "scatter", path),
+            "source": self.text(fields_read, "source", path),
+            "start": self.quantity_of(fields_read, "start", "s", path, zero=True),
+            "in_switch": self.fraction(fields_read, "in_switch", path),
+            "mesh": fields_read.get("mesh", False),
+            "kinds": self.times(fields_read, "kinds", path),
         }
         if not isinstance(fields["mesh"], bool):
             self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")
@@ -246,17 +246,20 @@ class _Reader:
             return None
         points = []
         for key, value in values.items():
-            size, here = self.quantity(key, (*path, str(key)), kind, key=True), (*path, str(key))
+            point_path = (*path, str(key))
+            size = self.quantity(key, point_path, kind, key=True)
             if not _is_number(value) or not 0 < value <= 1:
-                self.add(here, flow(value), "a fraction above 0 and at most 1", f"{key}: 0.5")
+                self.add(point_path, flow(value), "a fraction above 0 and at most 1", f"{key}: 0.5")
             elif size is not None:
-                points.append((size, float(value), here))
-        for (small, low, _), (large, high, here) in pairwise(points):
+                points.append((size, float(value), point_path))
+        for (small, low, _), (large, high, point_path) in pairwise(points):
             if small >= large:
-                self.add(here, f"{here[-1]} after {spell_quantity(small, kind)}", required)
+                self.add(point_path, f"{point_path[-1]} after {spell_quantity(small, kind)}", required)
             elif large / high < small / low * (1 - 1e-3):
-                given = f"{here[-1]}: {high:g}, which takes less time than {spell_quantity(small, kind)}"
-                self.add(here, given, f"at most {low * large / small:.3g}: the time of a call grows with its size")
+                problem = f"{point_path[-1]}: {high:g}, which takes less time than {spell_quantity(small, kind)}"
+                self.add(
+                    point_path, problem, f"at most {low * large / small:.3g}: the time of a call grows with its size"
+                )
         return None if len(points) < len(values) else _curve(points)
 
     def quantity_of(
@@ -283,16 +286,19 @@ class _Reader:
         return float(value)
 
     def times(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> dict[str, float]:
-        """Names with how many times as long they take."""
-        said, found = values.get(key, {}), {}
-        for name, value in said.items() if isinstance(said, Mapping) else [("", said)]:
+        """Name → factor by which a call takes longer."""
+        section = values.get(key, {})
+        factors: dict[str, float] = {}
+        for name, value in section.items() if isinstance(section, Mapping) else [("", section)]:
             if isinstance(name, str) and name and _is_number(value) and value > 0:
-                found[name] = float(value)
+                factors[name] = float(value)
             else:
-                self.add((*path, key), flow(said), "names with numbers above 0", f"{key}: {{{example_of(key)}: 2.0}}")
-        return found
+                self.add(
+                    (*path, key), flow(section), "names with numbers above 0", f"{key}: {{{example_of(key)}: 2.0}}"
+                )
+        return factors
 
-    def whole(self, values: dict[str, Any], path: KeyPath, key: str, *, least: int) -> int:
+    def integer(self, values: dict[str, Any], path: KeyPath, key: str, *, least: int) -> int:
         value = values.get(key, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.add((*path, key), flow(value), f"a whole number of at least {least}", f"{key}: 8")

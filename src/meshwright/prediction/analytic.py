@@ -74,8 +74,8 @@ def layer_activations_selective(layer: Layer, ranks: int, *, sequence_parallel: 
 
     With sequence parallelism sbh · 34/t, otherwise sbh (10 + 24/t): equations (4) and (2) without 5as/h.
     """
-    whole = layer_activations_over_sequence if sequence_parallel else layer_activations_over_tensor
-    return whole(layer, ranks) - Fraction(layer.core, ranks)
+    activations = layer_activations_over_sequence if sequence_parallel else layer_activations_over_tensor
+    return activations(layer, ranks) - Fraction(layer.core, ranks)
 
 
 def layer_activations_full(layer: Layer) -> Fraction:

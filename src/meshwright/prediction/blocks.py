@@ -37,11 +37,11 @@ class Pruned:
     blocks: Mapping[str, str]
 
     def holds(self, name: str) -> bool:
-        """Whether a module or parameter of this name is still there."""
+        """Whether the pruned model still has a module or parameter of this name."""
         return not any(name == block or name.startswith(block + ".") for block in self.blocks)
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe of what is left."""
+        """The recipe of the pruned model."""
         return replace(
             recipe,
             parameters=tuple(p for p in recipe.parameters if self.holds(p.name)),
@@ -99,7 +99,7 @@ class _ByStage(dict[int, list[str]]):
 
 
 def _removable(by_stage: _ByStage, kept: int) -> dict[int, int]:
-    """Rank of the pipeline axis → how many blocks each of its stages can do without: as many in each."""
+    """Rank of the pipeline axis → the number of blocks that can be removed from each of its stages."""
     counts: dict[int, int] = {}
     for stage in range(len(by_stage.stage_rank)):
         rank, blocks = by_stage.stage_rank[stage], by_stage.get(stage, [])
@@ -110,7 +110,7 @@ def _removable(by_stage: _ByStage, kept: int) -> dict[int, int]:
 
 
 def _passed(by_stage: _ByStage, counts: Mapping[int, int], kept: int) -> dict[str, str]:
-    """The blocks that are passed through, if each stage does without so many."""
+    """The blocks that are passed through, if ``counts[rank]`` blocks are removed from each stage of a rank."""
     passed: dict[str, str] = {}
     for stage, blocks in by_stage.items():
         count = counts.get(by_stage.stage_rank[stage], 0)
@@ -133,62 +133,62 @@ def _kinds(model: nn.Module, recipe: Recipe, kept: int) -> list[_ByStage]:
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
         if len(children) <= kept or any(name == w or name.startswith(w + ".") for w in within):
             continue
-        found: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        told = _told([child for _, child in children])
-        for (part, child), plain in zip(children, told, strict=True):
+        by_structure: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        distinguishing = _distinguishing([child for _, child in children])
+        for (part, child), plain in zip(children, distinguishing, strict=True):
             block = f"{name}.{part}" if name else part
-            if (made_of := _made_of(block, child, recipe)) is not None:
-                stage, structure = made_of
-                found[structure, plain][stage].append(block)
-        alike = [by_stage for by_stage in found.values() if max(map(len, by_stage.values())) > kept]
+            if (stage_and_structure := _stage_and_structure(block, child, recipe)) is not None:
+                stage, structure = stage_and_structure
+                by_structure[structure, plain][stage].append(block)
+        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > kept]
         kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
         within |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
     return kinds
 
 
-def _made_of(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:
-    """(its stage, what it is made of); None for what cannot be left out: no parameters, or some that others use too."""
+def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:
+    """(its stage, its structure); None if the block cannot be left out: it has no parameters, or others use some of them."""
     lines: list[Hashable] = []
     stages: set[int] = set()
     parameters = list(block.named_parameters())
-    for own, _ in parameters:
-        line = recipe.by_name.get(f"{name}.{own}")
+    for local_name, _ in parameters:
+        line = recipe.by_name.get(f"{name}.{local_name}")
         if line is None or line.aliases or len(line.stages) > 1 or line.name in recipe.kept:
             return None
         stages.add(line.stages[0])
-        lines.append((own, _layout(line, name)))
+        lines.append((local_name, _layout(line, name)))
     if len(stages) != 1:
         return None
-    modules = tuple((own, type(m)) for own, m in block.named_modules())
-    buffers = tuple((own, tuple(b.shape), b.dtype) for own, b in block.named_buffers())
-    units = tuple((u.name.removeprefix(name), u.data, u.recompute) for u in recipe.units if _of(u.name, name))
-    others = tuple(n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _of(n, name))
+    modules = tuple((local_name, type(m)) for local_name, m in block.named_modules())
+    buffers = tuple((local_name, tuple(b.shape), b.dtype) for local_name, b in block.named_buffers())
+    units = tuple((u.name.removeprefix(name), u.data, u.recompute) for u in recipe.units if _is_within(u.name, name))
+    others = tuple(n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _is_within(n, name))
     return stages.pop(), (modules, tuple(lines), buffers, units, others)
 
 
 def _layout(line: ParameterRecipe, block: str) -> Hashable:
-    unit = line.unit.removeprefix(block) if _of(line.unit, block) else line.unit
+    unit = line.unit.removeprefix(block) if _is_within(line.unit, block) else line.unit
     return line.shape, line.dtype, line.requires_grad, str(line.tp), line.data, unit, line.places
 
 
-def _of(name: str, block: str) -> bool:
+def _is_within(name: str, block: str) -> bool:
     return name == block or name.startswith(block + ".")
 
 
-def _told(blocks: list[nn.Module]) -> list[Hashable]:
-    """For each block the numbers and words that its modules keep, but for those that count the blocks.
+def _distinguishing(blocks: list[nn.Module]) -> list[Hashable]:
+    """For each block, the plain attributes of its modules, without those that only number the blocks.
 
-    A number that goes up by one from block to block is its number; one that is another in each block (how often a path is
-    dropped) changes values, and not what runs.
+    An integer that goes up by one from block to block numbers the blocks. A float that differs in every block (the rate at
+    which a path is dropped) changes values, but not which functions run.
     """
-    kept = [_kept(block) for block in blocks]
+    attributes = [_plain_attributes(block) for block in blocks]
     return [
-        frozenset((key, repr(value)) for key, value in one.items() if not _counts([k.get(key) for k in kept]))
-        for one in kept
+        frozenset((key, repr(value)) for key, value in one.items() if not _counts([a.get(key) for a in attributes]))
+        for one in attributes
     ]
 
 
-def _kept(block: nn.Module) -> dict[tuple[str, str], Any]:
+def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], Any]:
     return {
         (name, key): value
         for name, module in block.named_modules()

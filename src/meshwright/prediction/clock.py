@@ -79,14 +79,14 @@ class Clock:
         self._axes: dict[tuple[int, ...], tuple[str, Group]] = {}
 
     def phases(self, trace: Trace) -> list[Phase]:
-        """Each action and phase of the last step of a trace, with its seconds."""
-        return [self._phase(what, events) for what, events in last_step(trace)]
+        """The seconds of each action and phase in the last step of a trace, in order."""
+        return [self._phase(label, events) for label, events in last_step(trace)]
 
-    def _phase(self, what: Action | str, events: Sequence[Event]) -> Phase:
+    def _phase(self, label: Action | str, events: Sequence[Event]) -> Phase:
         played = _Playing(self._profile)
-        backward = isinstance(what, Action) and what.kind in ("B", "I", "W")
-        host = self._of_function(what, backward=backward)
-        played.host += Estimate(self._of_job(what), self._profile.scatter)
+        backward = isinstance(label, Action) and label.kind in ("B", "I", "W")
+        host = self._host_seconds_per_function(label, backward=backward)
+        played.host += Estimate(self._job_seconds(label), self._profile.scatter)
         sends = 0
         for event in events:
             if isinstance(event, Op):
@@ -98,20 +98,20 @@ class Clock:
                 played.host += Estimate(self._profile.host_collective, self._profile.scatter)
             elif isinstance(event, Collective):
                 self._collective(event, played, backward=backward)
-        return Phase(what, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+        return Phase(label, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
 
-    def _of_function(self, what: Action | str, *, backward: bool) -> float:
-        """Seconds of the host for a function."""
+    def _host_seconds_per_function(self, label: Action | str, *, backward: bool) -> float:
+        """Seconds that the host takes for one function."""
         profile = self._profile
-        if what in ("clip", "optimizer"):
+        if label in ("clip", "optimizer"):
             return profile.update(sharded=self._mesh.data_size * self._mesh.axis_size("tp") > 1)
         return profile.host_backward if backward else profile.host
 
-    def _of_job(self, what: Action | str) -> float:
+    def _job_seconds(self, label: Action | str) -> float:
         """Seconds that a job adds on the host to an action, or to a step as it begins."""
-        if isinstance(what, Action):
-            return self._profile.job_action if what.kind in ("F", "B", "I", "W") else 0.0
-        return self._profile.job_step if what.startswith("step") else 0.0
+        if isinstance(label, Action):
+            return self._profile.job_action if label.kind in ("F", "B", "I", "W") else 0.0
+        return self._profile.job_step if label.startswith("step") else 0.0
 
     def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
         axis, group = self._where(event.ranks)
@@ -128,12 +128,12 @@ class Clock:
         (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
 
     def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
-        """The axes along which the ranks of a group differ, and where they stand."""
+        """The mesh axes along which the ranks of a group differ, and how many of its ranks a node holds at most."""
         if ranks not in self._axes:
             per_node = self._profile.devices_per_node
             nodes = [rank // per_node for rank in ranks]
-            here = max(nodes.count(node) for node in set(nodes))
-            self._axes[ranks] = self._mesh.along(ranks), Group(len(ranks), here)
+            most_on_a_node = max(nodes.count(node) for node in set(nodes))
+            self._axes[ranks] = self._mesh.along(ranks), Group(len(ranks), most_on_a_node)
         return self._axes[ranks]
 
 

@@ -43,13 +43,13 @@ class Templates(Generic[T]):
         """
         keys = _keys(actions)
         counts, done = Counter(keys), Counter[_Key]()
-        found: list[T | None] = []
+        outcomes: list[T | None] = []
         for key in keys:
             taken = self._taken.get(key)
             number, done[key] = done[key], done[key] + 1
             last = number == counts[key] - 1
-            found.append(None if taken is None else taken[-1 if last else min(number, 1, len(taken) - 1)])
-        return found
+            outcomes.append(None if taken is None else taken[-1 if last else min(number, 1, len(taken) - 1)])
+        return outcomes
 
 
 def _keys(actions: Sequence[Action]) -> list[_Key]:

@@ -82,14 +82,14 @@ def kinds_at(moments: Sequence[Level], rehearsed: Sequence[Levels]) -> dict[Leve
     asked = [{moment.at for level in moments for i, _, moment in level.parts if i == which}
              for which in range(len(rehearsed))]  # fmt: skip
     kinds = [levels.kinds(after) for levels, after in zip(rehearsed, asked, strict=True)]
-    found: dict[Level, dict[str, int]] = {}
+    kinds_of_level: dict[Level, dict[str, int]] = {}
     for level in dict.fromkeys(moments):
         items = defaultdict[str, int](int)
         for which, times, moment in level.parts:
             for kind, nbytes in (*kinds[which][moment.at].items(), (KERNELS, moment.within)):
                 items[kind] += times * nbytes
-        found[level] = _positive(items)
-    return found
+        kinds_of_level[level] = _positive(items)
+    return kinds_of_level
 
 
 def phases_of(rehearsed: Sequence[Sequence[Phase]], weights: Sequence[int]) -> list[Phase]:

@@ -28,10 +28,10 @@ def check_host_reads(reads: Iterable[tuple[str, str]], rank: int) -> None:
         file, _, number = line.rpartition(":")
         code = linecache.getline(file, int(number)).strip() if file else ""
         shapes = function in ("a mask as an index", "aten.nonzero.default")
-        given = f"{'a shape that follows from values' if shapes else 'a value that is read on the host'} ({function})"
+        problem = f"{'a shape that follows from values' if shapes else 'a value that is read on the host'} ({function})"
         findings.add(
             where=line or "outside of the model's lines",
-            given=f"{code}  # {given}" if code else given,
+            given=f"{code}  # {problem}" if code else problem,
             required=_REQUIRED,
             fix="x * mask in place of x[mask]" if shapes else "torch.where(condition, a, b) in place of if",
         )

@@ -114,11 +114,11 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         return max(0.0, more) / run.collectives
 
     update, sharded = (max(0.0, run.update - run.device["update"]) / run.functions["update"] for run in (alone, shards))
-    found: dict[str, float] = {
+    host_seconds: dict[str, float] = {
         "host": host, "host_backward": back, "job_action": action, "job_step": step, "host_unit": called(shards),
         "host_collective": called(tp), "host_update": update, "host_sharded": sharded,
     }  # fmt: skip
-    return _with(profile, {name: short(seconds) for name, seconds in found.items()})
+    return _with(profile, {name: short(seconds) for name, seconds in host_seconds.items()})
 
 
 def _with(profile: Profile, seconds: dict[str, Any]) -> Profile:
@@ -149,8 +149,8 @@ class _Ran:
         trace = rehearse(rehearsal_of(Small, (ids,), plan, _itself, torch.optim.AdamW, 1.0), 0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
         functions, device, collectives = dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, 0.0), 0
-        for (what, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
-            kind = "update" if what in ("clip", "optimizer") else str(getattr(what, "kind", ""))
+        for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
+            kind = "update" if label in ("clip", "optimizer") else str(getattr(label, "kind", ""))
             if kind in _KINDS:
                 functions[kind] += sum(isinstance(event, Op) for event in events)
                 device[kind] += phase.spent.device.seconds

@@ -104,10 +104,10 @@ class _Steps:
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
     """Of the storages of tensors, each once."""
     storages = {
-        storage_of(held): held.untyped_storage().nbytes()
+        storage_of(local): local.untyped_storage().nbytes()
         for t in tensors
         if not t.is_meta
-        for held in [local_tensor(t)]
+        for local in [local_tensor(t)]
     }
     return sum(storages.values())
 

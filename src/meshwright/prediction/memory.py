@@ -116,18 +116,18 @@ class Levels:
         """Event → what lives after it: bytes by kind. ``after``: the events that are asked about."""
         kinds, live, asked = kinds_of(self.trace), dict[int, int](), frozenset(after)
         items: dict[str, int] = defaultdict(int)
-        found: dict[int, dict[str, int]] = {-1: {}}
+        kinds_after: dict[int, dict[str, int]] = {-1: {}}
         for index, event in enumerate(self.events):
             if isinstance(event, (Allocated, Resized, Freed)):
                 items[kinds[event.storage]] += _change(event, live)
             if index in asked:
-                found[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
-        return found
+                kinds_after[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
+        return kinds_after
 
     @property
     def kept(self) -> int:
         """Bytes that live between steps."""
-        return _kept(self.trace)
+        return _bytes_between_steps(self.trace)
 
 
 def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
@@ -135,14 +135,14 @@ def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
     events = _sends_kept(trace) if allocations.keeps_sends else trace.events
     phases: list[PhaseMoments] = []
     moments: list[Moment] = []
-    what: Action | str = ""
+    label: Action | str = ""
     live: dict[int, int] = {}
     total = start = 0
     high = Moment("", 0, -1)  # of this stretch
     for index, event in enumerate(events):
         if isinstance(event, Began):
-            phases.append(PhaseMoments(what, start, total, (*moments, high)))
-            what, start, moments, high = event.what, total, [], Moment("", total, index)
+            phases.append(PhaseMoments(label, start, total, (*moments, high)))
+            label, start, moments, high = event.what, total, [], Moment("", total, index)
             continue
         total += _change(event, live)
         within = _within(event, allocations)
@@ -151,7 +151,7 @@ def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
         if isinstance(event, (Op, Collective)):
             moments.append(replace(high, name=event.name if isinstance(event, Op) else event.kind))
             high = Moment("", total, index)
-    phases.append(PhaseMoments(what, start, total, (*moments, high)))
+    phases.append(PhaseMoments(label, start, total, (*moments, high)))
     return Levels(trace, events, phases)
 
 
@@ -164,7 +164,7 @@ def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0
     """
     levels = levels_of(trace, allocations)
     phase, moment = max(
-        ((phase, moment) for phase in levels.phases for moment in phase.moments), key=lambda found: found[1].nbytes
+        ((phase, moment) for phase in levels.phases for moment in phase.moments), key=lambda pair: pair[1].nbytes
     )
     items, sites = levels.items(moment.at)
     if moment.within:
@@ -173,14 +173,14 @@ def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0
 
 
 def _within(event: Event, allocations: Allocations) -> int:
-    """Bytes that live while an event happens, and neither before nor after."""
+    """Bytes that live only during an event: they are allocated and freed within it."""
     if isinstance(event, Collective):
         return round(allocations.collectives.get(event.kind, 0.0) * event.nbytes)
     return event.workspace if isinstance(event, Op) and allocations.workspaces else 0
 
 
 def _change(event: Event, live: dict[int, int]) -> int:
-    """Bytes that an event adds to those that live, or takes away; ``live``, storage → bytes, follows."""
+    """Bytes that an event allocates, or frees if negative. Updates ``live``: storage → bytes."""
     if isinstance(event, (Allocated, Resized)):
         before = live.get(event.storage, 0)
         live[event.storage] = event.nbytes
@@ -189,22 +189,22 @@ def _change(event: Event, live: dict[int, int]) -> int:
 
 
 def _sends_kept(trace: Trace) -> list[Event]:
-    """The events, if what is sent lives until the end of the schedule."""
+    """The events of a trace, if each sent storage lives until the end of the schedule: its ``Freed`` moves there."""
     events: list[Event] = []
-    kept: list[Event] = []
+    late_frees: list[Event] = []
     for event in trace.events:
         if isinstance(event, Began) and isinstance(event.what, str):
-            events += kept
-            kept = []
+            events += late_frees
+            late_frees = []
         late = isinstance(event, Freed) and event.storage in trace.sent
-        (kept if late else events).append(event)
-    return events + kept
+        (late_frees if late else events).append(event)
+    return events + late_frees
 
 
 def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site, int]]:
     """What lives after these events of a trace: bytes by kind, and by site."""
     kinds, live = kinds_of(trace), dict[int, int]()
-    made = {event.storage: event for event in trace.events if isinstance(event, Allocated)}
+    allocated = {event.storage: event for event in trace.events if isinstance(event, Allocated)}
     for event in events:
         _change(event, live)
     items: dict[str, int] = defaultdict(int)
@@ -212,11 +212,11 @@ def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site
     for storage, nbytes in live.items():
         items[kinds[storage]] += nbytes
         if kinds[storage] in (ACTIVATIONS, TEMPORARIES):
-            sites[made[storage].module, made[storage].line, made[storage].function] += nbytes
+            sites[allocated[storage].module, allocated[storage].line, allocated[storage].function] += nbytes
     return {kind: nbytes for kind, nbytes in items.items() if nbytes}, dict(sites)
 
 
-def _kept(trace: Trace) -> int:
+def _bytes_between_steps(trace: Trace) -> int:
     live: dict[int, int] = {}
     for event in trace.events:
         _change(event, live)
@@ -224,22 +224,24 @@ def _kept(trace: Trace) -> int:
 
 
 def kinds_of(trace: Trace) -> dict[int, str]:
-    """Storage → what it is."""
+    """Storage → its kind, one of those in this file's docstring."""
     resized = {event.storage for event in trace.events if isinstance(event, Resized)}
-    made: dict[int, tuple[int, str]] = {}  # storage → the ordinal and the kind of what ran when it was made
+    allocated: dict[int, tuple[int, str]] = {}  # storage → the ordinal and kind of the action in which it was allocated
     kinds: dict[int, str] = {}
     ordinal, kind = 0, ""
     for event in trace.events:
         if isinstance(event, Began):
             ordinal, kind = ordinal + 1, event.what.kind if isinstance(event.what, Action) else ""
         elif isinstance(event, Allocated):
-            made[event.storage] = ordinal, kind
+            allocated[event.storage] = ordinal, kind
             kinds[event.storage] = TEMPORARIES
             if event.storage in resized:
                 kinds[event.storage] = UNSHARDED
             elif event.storage in trace.exchanged:
                 kinds[event.storage] = "communication"
-        elif isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and made[event.storage][0] != ordinal:
-            begun = made[event.storage][1]
+        elif (
+            isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and allocated[event.storage][0] != ordinal
+        ):
+            begun = allocated[event.storage][1]
             kinds[event.storage] = ACTIVATIONS if begun == "F" else UNREDUCED if begun else TEMPORARIES
     return kinds | trace.kept

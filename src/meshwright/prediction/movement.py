@@ -30,32 +30,32 @@ LOOKS_UP = frozenset("embedding index index_select gather take take_along_dim".s
 OVERWRITES = frozenset(["copy_"])
 
 
-def moved_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> int:
+def moved_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]) -> int:
     """Bytes that a function reads and writes.
 
     Args:
         name: of the function, without its namespace.
-        given: what it returned.
+        results: the tensors that it returned.
     """
     if name in ALLOCATES:
         return 0
     if name in FILLS:
-        return _nbytes(given)
+        return _nbytes(results)
     if name in LOOKS_UP:
-        rows, indices = _nbytes(given), [t for t in tensors_among(args[1:]) if not t.is_floating_point()]
+        rows, indices = _nbytes(results), [t for t in tensors_among(args[1:]) if not t.is_floating_point()]
         return 2 * rows + _nbytes(indices)
     if name == "all_gather_copy_in":
         return 2 * _nbytes(tensors_among(args[:1]))
     taken = tensors_among((*args, *kwargs.values()))
     if name in OVERWRITES:
         return _nbytes(taken)  # what is written, and what it is written from
-    return _nbytes([*taken, *given])
+    return _nbytes([*taken, *results])
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of memory: of a tensor that is expanded, fewer than of its elements."""
-    whole = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors if _strided(t))
-    return whole + nbytes_of(t for t in tensors if not _strided(t))
+    strided = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors if _strided(t))
+    return strided + nbytes_of(t for t in tensors if not _strided(t))
 
 
 def _strided(t: Tensor) -> bool:

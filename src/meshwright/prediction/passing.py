@@ -27,7 +27,7 @@ class NotAlike(Exception):
 
 
 def pruned(build: Build, blocks: Pruned) -> Build:
-    """``build``, its blocks passed through."""
+    """A build function like ``build``, whose model passes the blocks of ``blocks`` through."""
 
     def build_pruned() -> nn.Module:
         model = build()
@@ -44,12 +44,12 @@ def pruned(build: Build, blocks: Pruned) -> Build:
 
 
 def _in_place_of(forward: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """Another forward, with the signature of a module's own, which a model may ask for."""
+    """``other`` with the signature of ``forward``, because a model may inspect that signature."""
     return functools.wraps(forward)(functools.partial(other))
 
 
 def _empty(block: nn.Module) -> None:
-    """Takes its modules, parameters and buffers away; their names stay, and are None."""
+    """Removes a block's modules, parameters and buffers. Their names stay registered, as None."""
     while children := dict(block.named_children()):  # which leaves out a second name of one
         for name in children:
             block.register_module(name, None)
@@ -60,36 +60,42 @@ def _empty(block: nn.Module) -> None:
 
 
 class _Pattern:
-    """How what a block gives follows from what it is given, as its last call showed."""
+    """How a block's outputs follow from its inputs, as seen in its last call."""
 
     def __init__(self, block: nn.Module) -> None:
         self._forward = block.forward
         self._spec: Any = None
-        self._leaves: list[tuple[int | None, Any]] = []  # of each: which of the tensors given, or what stands for it
+        self._leaves: list[
+            tuple[int | None, Any]
+        ] = []  # for each output: the index of the input tensor that looks alike, or a function that returns the output
         block.forward = _in_place_of(block.forward, self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        given = _tensors((args, kwargs))
-        before = [_looks(t) for t in given]
+        tensors = _tensors((args, kwargs))
+        before = [_looks(t) for t in tensors]
         result = self._forward(*args, **kwargs)
         leaves, self._spec = pytree.tree_flatten(result)
-        left = list(range(len(given)))
+        unmatched = list(range(len(tensors)))
         self._leaves = []
         for leaf in leaves:
-            which = next((i for i in left if isinstance(leaf, Tensor) and before[i] == _looks(leaf)), None)
+            which = next((i for i in unmatched if isinstance(leaf, Tensor) and before[i] == _looks(leaf)), None)
             if which is not None:
-                left.remove(which)
+                unmatched.remove(which)
             self._leaves.append((which, None if which is not None else _weak(leaf)))
         return result
 
     def pass_through(self, *args: Any, **kwargs: Any) -> Any:
-        """What a block that is alike gives in place of what it would compute."""
+        """Returns the outputs of a block that is alike, without computing them.
+
+        Raises:
+            NotAlike: the pattern was not called before, it had more input tensors, or a tensor that it returned is freed.
+        """
         if self._spec is None:
             raise NotAlike("a block is called before one that is alike")
-        given = _tensors((args, kwargs))
-        if any(which is not None and which >= len(given) for which, _ in self._leaves):
+        tensors = _tensors((args, kwargs))
+        if any(which is not None and which >= len(tensors) for which, _ in self._leaves):
             raise NotAlike("blocks that are alike are called with other arguments")
-        leaves = [given[which] if which is not None else held() for which, held in self._leaves]
+        leaves = [tensors[which] if which is not None else recall() for which, recall in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
 
@@ -102,14 +108,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _weak(value: Any) -> Callable[[], Any]:
-    """What gives a value again, without keeping a tensor alive."""
+    """A function that returns ``value``. It does not keep a tensor alive."""
     if not isinstance(value, Tensor):
         return lambda: value
     reference = weakref.ref(value)
 
-    def held() -> Tensor:
+    def recall() -> Tensor:
         if (t := reference()) is None:
             raise NotAlike("what a block gives besides its hidden values is not kept")
         return t
 
-    return held
+    return recall

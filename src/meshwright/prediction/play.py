@@ -70,15 +70,15 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
     """
     clocks = dict.fromkeys(ranks, 0.0)
     waits = dict.fromkeys(ranks, 0.0)
-    left = {rank: list(phases) for rank, phases in ranks.items()}
+    remaining = {rank: list(phases) for rank, phases in ranks.items()}
     arrivals: dict[tuple[int, str, int, int], float] = {}
     needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]] = {}
     spans: list[Span] = []
     placed: list[Placed] = []
     sent: list[Sent] = []
-    while any(left.values()):
+    while any(remaining.values()):
         moved = False
-        for rank, phases in left.items():
+        for rank, phases in remaining.items():
             while phases:
                 ready = _ready(phases[0].what, arrivals, needs)
                 if ready is None:
@@ -92,26 +92,26 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
                     spans.append(Span(rank, start, clocks[rank], phase.what))
                     sent += _send(phase, rank, start, transfer, arrivals)
         if not moved:
-            raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in left.values() if p]}")
+            raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in remaining.values() if p]}")
     return Played(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
 
 
 def _ready(
-    what: Action | str,
+    label: Action | str,
     arrivals: Mapping[tuple[int, str, int, int], float],
     needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]],
 ) -> float | None:
-    """When what an action takes has come; None while some of it has not been sent."""
-    if not isinstance(what, Action):
+    """The time at which every input of an action has arrived, in seconds; None if an input has not been sent yet."""
+    if not isinstance(label, Action):
         return 0.0
-    if what.kind.startswith("RECV"):
-        assert what.other is not None
-        kind = what.kind[-1]
-        key = (what.other, kind, what.microbatch, what.stage)
-        needs.setdefault((what.stage, kind, what.microbatch), []).append(key)
+    if label.kind.startswith("RECV"):
+        assert label.other is not None
+        kind = label.kind[-1]
+        key = (label.other, kind, label.microbatch, label.stage)
+        needs.setdefault((label.stage, kind, label.microbatch), []).append(key)
         return 0.0  # a buffer is posted; nothing waits for it yet
-    kind = "B" if what.kind in ("B", "I") else what.kind
-    taken = needs.get((what.stage, kind, what.microbatch), [])
+    kind = "B" if label.kind in ("B", "I") else label.kind
+    taken = needs.get((label.stage, kind, label.microbatch), [])
     if any(key not in arrivals for key in taken):
         return None
     return max((arrivals[key] for key in taken), default=0.0)

@@ -77,7 +77,7 @@ def predict(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
         recipe=recipe, played=played, exchanges=exchanges,
-        ran_whole=tuple(dict.fromkeys(place for one in taken.values() for place in one.ran_whole)),
+        ran_whole=tuple(dict.fromkeys(function for one in taken.values() for function in one.ran_whole)),
         per_node=profile.devices_per_node,
     )  # fmt: skip
 
@@ -127,17 +127,17 @@ def _notes(assumed: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _exchanges(phases: Iterable[Phase]) -> tuple[Exchanges, ...]:
-    """The collectives of a step; what no module asks for is told by the direction, or by the phase of the step."""
-    named = ((phase.what, one) for phase in phases for one in phase.exchanges)
-    return summed(replace(one, module=one.module or _during(what)) for what, one in named)
+    """The collectives of a step. One that no module asks for is named after its direction, or its phase of the step."""
+    named = ((phase.what, exchanges) for phase in phases for exchanges in phase.exchanges)
+    return summed(replace(exchanges, module=exchanges.module or _during(label)) for label, exchanges in named)
 
 
-def _during(what: Action | str) -> str:
-    if not isinstance(what, Action):
-        return what
-    if what.kind in TRANSFERS:
-        return "values" if what.kind.endswith("F") else "gradients of values"
-    return "forward" if what.kind == "F" else "backward"
+def _during(label: Action | str) -> str:
+    if not isinstance(label, Action):
+        return label
+    if label.kind in TRANSFERS:
+        return "values" if label.kind.endswith("F") else "gradients of values"
+    return "forward" if label.kind == "F" else "backward"
 
 
 def adamw_on(profile: Profile) -> MakeOptimizer:
@@ -151,9 +151,9 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 def _step(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
 ) -> tuple[Played, StepSeconds]:
-    """A step in time; and its seconds, and their terms on the rank that ends last."""
+    """The played step; and its seconds, with their terms on the rank that ends last."""
     lines: dict[int, Role] = {}  # stage → its slowest role, for which the others wait at their joins
-    for role in sorted(roles, key=lambda role: -_work(phases[role.rank])):
+    for role in sorted(roles, key=lambda role: -_busy_seconds(phases[role.rank])):
         lines.setdefault(role.stage, role)
     played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile))
     last = max(played.ends, key=lambda stage: played.ends[stage])
@@ -191,17 +191,17 @@ def _shared_cores(
     pair, total = Group(2, 2), 0.0
     for role in roles:
         sent = sum(collective(profile, "send", phase.sends, pair).seconds for phase in phases[role.rank] if phase.sends)
-        total += role.count * (_work(phases[role.rank]) + sent)
+        total += role.count * (_busy_seconds(phases[role.rank]) + sent)
     return total / profile.cores
 
 
-def _work(phases: Iterable[Phase]) -> float:
-    """Seconds of phases, one after another, without what they wait for."""
+def _busy_seconds(phases: Iterable[Phase]) -> float:
+    """Seconds of phases that run one after another, without the time in which they wait for other ranks."""
     return sum(phase.spent.total.seconds for phase in phases)
 
 
 def _transfer(recipe: Recipe, profile: Profile) -> Transfer:
-    """What a transfer between two stages takes: that of the farthest two ranks which have the same place in them."""
+    """Seconds of a transfer between two stages. If any rank's peer is on another node, all transfers cross nodes."""
 
     def nodes(stage: int) -> list[int]:
         return [rank // profile.devices_per_node for rank in recipe.stage_ranks_of(stage)]

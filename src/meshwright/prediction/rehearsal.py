@@ -47,14 +47,14 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed.
+    """One training step to rehearse: model, plan, batch, loss and optimizer.
 
     Attributes:
         build: makes the model.
         planned: the model under its recipe.
         batch: of all data ranks together.
         optimizer: parameters → their optimizer.
-        max_norm: what gradients are clipped to; None: they are not clipped.
+        max_norm: the norm to which gradients are clipped; None: they are not clipped.
     """
 
     build: Build
@@ -70,21 +70,21 @@ class Rehearsal:
         return self.planned.recipe
 
     def of(self, blocks: Pruned) -> Rehearsal:
-        """The same, some blocks passed through."""
+        """This rehearsal, in which the blocks of ``blocks`` are passed through."""
         build = pruned(self.build, blocks)
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
 
     def shortened(self, most: int) -> Rehearsal:
-        """The same with fewer microbatches of as many rows, if they can be had."""
-        recipe, whole = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
-        rows = rows_of(whole)
+        """This rehearsal with ``most`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
+        recipe, full_batch = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
+        rows = rows_of(full_batch)
         if (
             recipe.rows == "whole"
             or recipe.microbatches <= most + 1
             or rows % (recipe.microbatches * recipe.mesh.data_size)
         ):
             return self
-        batch = take_rows(whole, 0, rows // recipe.microbatches * most)
+        batch = take_rows(full_batch, 0, rows // recipe.microbatches * most)
         return replace(self, planned=self.planned.under(replace(recipe, microbatches=most)), batch=batch)
 
 
@@ -96,7 +96,7 @@ def rehearsal_of(
     optimizer: MakeOptimizer,
     max_norm: float | None,
 ) -> Rehearsal:
-    """What is rehearsed of a model under a plan.
+    """The rehearsal of a model under a plan.
 
     Raises:
         PlanError: every problem of the plan.
@@ -111,7 +111,7 @@ def rehearsal_of(
 
 
 def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
-    """What a rank does in a run's second step, when gradients and optimizer have their memory.
+    """The trace of a rank over two steps. In the second, gradients and optimizer states have their memory already.
 
     ``updated``: whether gradients are clipped, and parameters updated.
 
@@ -130,7 +130,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
     def without_values(t: Tensor, device: torch.device) -> Tensor:
         if isinstance(t, (FakeTensor, DTensor)) and not t.is_meta:
-            return t  # a tied one, at its second place
+            return t  # a tied parameter, met a second time
         if not t.is_meta:
             return fake.from_tensor(t)
         with fake:
@@ -139,7 +139,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
     groups = make_groups(rehearsal.recipe, torch.device("cpu"))
     return apply(
         rehearsal.build,
-        replace(rehearsal.recipe, verify=0),  # what compares values has none to compare
+        replace(rehearsal.recipe, verify=0),  # a rehearsal has no values that could be compared
         groups,
         loss=rehearsal.loss,
         replanner=rehearsal.planned,
@@ -149,7 +149,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
 
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) -> Trace:
-    """Steps of this rank, followed."""
+    """Runs two steps of this rank under a ``Tracker``, and returns the trace."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
     modes = (fake, values) if rows.without_values(fake) else ()  # with values: the path may follow from them
     with one_process(), ExitStack() as recording:
@@ -159,9 +159,9 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
             job.runner.executor.record(piece)
     tracker = Tracker(job.module, lambda: job.runner.executor.action)
     with fake, values, followed(tracker):
-        tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.kept})
+        tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps})
         optimizer = rehearsal.optimizer(job.parameters())
-        for number, most in enumerate((1, None)):  # in the first, gradients and states come into being
+        for number, most in enumerate((1, None)):  # the first step allocates gradients and optimizer states
             tracker.begin(f"step {number}")
             _losses(rehearsal, job, rows.pieces(most))
             _update(rehearsal, job, optimizer if updated else None, tracker)
@@ -172,51 +172,53 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
 
 
 class _Rows:
-    """The rows of a batch that a rank has, and that it runs, as ``Division`` divides them.
+    """The rows of the batch on one rank, divided into microbatches as ``Division`` divides them.
 
-    How rows combine is not tried: what the plan leaves open is split.
+    A rehearsal does not try how rows combine: if the plan leaves that open, the rows are split.
     """
 
     def __init__(self, rehearsal: Rehearsal, rank: int) -> None:
         self._recipe, data = rehearsal.recipe, rehearsal.recipe.mesh.data_size
-        self._whole = self._recipe.rows == "whole"
+        self._every_rank_has_all = self._recipe.rows == "whole"
         self._all = with_shared(rehearsal.batch, self._recipe.shared_inputs)
-        self._own = copied(rows_of_rank(rehearsal.batch, self._recipe, rank))
-        divided = data * self._recipe.microbatches > 1 and not self._whole
-        self._row = copied(take_rows(self._own, 0, 1)) if divided else ()  # for microbatches without rows
+        self._rank_rows = copied(rows_of_rank(rehearsal.batch, self._recipe, rank))
+        divided = data * self._recipe.microbatches > 1 and not self._every_rank_has_all
+        self._one_row = copied(take_rows(self._rank_rows, 0, 1)) if divided else ()  # for microbatches without rows
 
     @property
-    def kept(self) -> list[Tensor]:
-        """What a rank keeps between steps."""
-        return tensors_in([self._own, self._row])
+    def between_steps(self) -> list[Tensor]:
+        """The tensors of the batch that a rank holds between steps."""
+        return tensors_in([self._rank_rows, self._one_row])
 
     def without_values(self, fake: FakeTensorMode) -> bool:
-        """If tensors of the batch have shapes alone, all are tensors without values, on this device. Whether it is so."""
-        if not any(t.is_meta for t in self.kept):
+        """If a tensor of the batch is on meta, makes all of them fake tensors on the CPU. Returns whether it did."""
+        if not any(t.is_meta for t in self.between_steps):
             return False
         shared, hollow = self._recipe.shared_inputs, partial(_without_values, fake)
-        self._all, self._own = (with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._own))
-        self._row = mapped(hollow, self._row)
+        self._all, self._rank_rows = (
+            with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._rank_rows)
+        )
+        self._one_row = mapped(hollow, self._one_row)
         return True
 
     def pieces(self, most: int | None = None) -> Pieces:
-        """What the rank runs in a step; ``most``: of that, so many microbatches."""
+        """The microbatches that the rank runs in a step; at most ``most`` of them."""
         data, rows = self._recipe.mesh.data_size, rows_of(self._all)
-        if self._whole:
-            return Pieces([copied(self._all) if data > 1 else self._own], [1.0], [None], copies=data)
-        batches = list(microbatches(self._own, self._recipe.microbatches))[:most]
+        if self._every_rank_has_all:
+            return Pieces([copied(self._all) if data > 1 else self._rank_rows], [1.0], [None], copies=data)
+        batches = list(microbatches(self._rank_rows, self._recipe.microbatches))[:most]
         return Pieces(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
 def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
-    """What ``Job.step`` does once it is known how rows combine. The pieces go when it returns."""
+    """Forwards and backwards, as ``Job.step`` runs them once it knows how rows combine. Frees the pieces at its end."""
     with one_process():
         job.runner.held.reshard()
         job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:
-    """What a training loop does after it; without an optimizer, the gradients go, and nothing else happens."""
+    """Clips, updates and zeroes the gradients, as a training loop does. Without an optimizer it only zeroes them."""
     tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if optimizer is None:
         job.module.zero_grad()

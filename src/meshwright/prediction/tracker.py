@@ -68,7 +68,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For its time nothing is followed."""
+        """A context in which nothing is recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -76,15 +76,15 @@ class Tracker(TorchDispatchMode):
             self._paused = before
 
     def close(self) -> Trace:
-        """What was followed so far; what is freed later is no part of it."""
+        """Returns the trace so far, and starts an empty one: later events are not in the returned trace."""
         trace, self.trace = self.trace, Trace()
         return trace
 
     def keep(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
-        """What these tensors are for the run as a whole; those that are not known yet come into being."""
-        for what, those in tensors.items():
-            for t in those:
-                self.trace.kept[self._number(_local(t), what)] = what
+        """Labels tensors that live for the whole run (label → tensors). A new storage is recorded as allocated."""
+        for label, labelled in tensors.items():
+            for t in labelled:
+                self.trace.kept[self._number(_local(t), label)] = label
 
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # half of all that is asked
         if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
-            return NotImplemented  # what is done on this rank comes here again
+            return NotImplemented  # the functions on local tensors are dispatched here again
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim" or self._paused:
@@ -119,16 +119,18 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """A function that computes, or makes memory."""
-        taken, given = tensors_among((*args, *kwargs.values())), tensors_among(_listed(out))
+        """Records a function that computes or allocates, and the storages of its outputs."""
+        inputs, outputs = tensors_among((*args, *kwargs.values())), tensors_among(_listed(out))
         if not self._forward and _name(func) in _OUT_OF_PLACE:
-            self._share(given[0], taken[0])
-        for t in () if func._schema.is_mutable else given:  # what is written is there already
+            self._share(outputs[0], inputs[0])
+        for t in (
+            () if func._schema.is_mutable else outputs
+        ):  # a mutable function writes into storages that exist already
             self._number(t, _name(func))
         flops = flops_of(func, args, kwargs, out)
-        moved = moved_by(_name(func), args, kwargs, given)
+        moved = moved_by(_name(func), args, kwargs, outputs)
         workspace = convolution_workspace(_name(func), args, out)
-        self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(taken, given), workspace))
+        self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(inputs, outputs), workspace))
 
     def _follow_actions(self) -> None:
         action = self._now()
@@ -151,7 +153,7 @@ class Tracker(TorchDispatchMode):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _number(self, t: Tensor, function: str) -> int:
-        """The number of a tensor's storage; a new one comes into being."""
+        """The number of a tensor's storage. A storage not seen before gets the next number, and an ``Allocated`` event."""
         storage = t.untyped_storage()
         at = storage._cdata
         if (known := self._numbers.get(at)) is not None:
@@ -163,7 +165,7 @@ class Tracker(TorchDispatchMode):
         return number
 
     def _share(self, result: Tensor, source: Tensor) -> None:
-        """A result is in the memory of what it was made of, as it is without a dispatch mode."""
+        """Counts a result in the storage of its source: without a dispatch mode, the function writes in place."""
         storage = result.untyped_storage()
         number = self._number(source, "")
         self._numbers[storage._cdata], self._sharing[number] = number, self._sharing[number] + 1
@@ -174,7 +176,7 @@ class Tracker(TorchDispatchMode):
         weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, number).atexit = False
 
     def freed(self, at: int, number: int) -> None:
-        """A storage is gone."""
+        """Records that a storage was freed, if no result shares its number any more."""
         self._numbers.pop(at, None)
         if self._sharing[number]:
             self._sharing[number] -= 1
@@ -182,7 +184,7 @@ class Tracker(TorchDispatchMode):
             self.trace.events.append(Freed(number))
 
     def resized(self, storage: Any, nbytes: int) -> None:
-        """A storage is given so many bytes."""
+        """Records that a storage was resized to ``nbytes`` bytes."""
         if (number := self._numbers.get(storage._cdata)) is not None:
             self.trace.events.append(Resized(number, nbytes))
 
@@ -211,7 +213,7 @@ def followed(tracker: Tracker) -> Iterator[None]:
 
 
 def sharding_propagator() -> Any:
-    """What knows how DTensor's functions shard. Private: there is no public way to it."""
+    """DTensor's sharding propagator. Private: torch has no public way to it."""
     return DTensor._op_dispatcher.sharding_propagator
 
 
@@ -263,8 +265,8 @@ def _kind(func: Any, flops: int) -> Work:
     return _name(func) if _name(func) in OWN_RATE else "other"
 
 
-def _dtype(taken: list[Tensor], given: list[Tensor]) -> str:
-    floating = [t for t in (*taken, *given) if t.is_floating_point()] or [*taken, *given]
+def _dtype(inputs: list[Tensor], outputs: list[Tensor]) -> str:
+    floating = [t for t in (*inputs, *outputs) if t.is_floating_point()] or [*inputs, *outputs]
     return str(floating[0].dtype).removeprefix("torch.") if floating else ""
 
 

@@ -122,8 +122,8 @@ class KnownValues(TorchDispatchMode):
     def _assume(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.masked_select.default and self._has_values(args[1]):
             with unset_fake_temporarily():
-                held = int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).count_nonzero())
-                selected = torch.empty(held, dtype=args[0].dtype, device=_META)
+                count = int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).count_nonzero())
+                selected = torch.empty(count, dtype=args[0].dtype, device=_META)
             return self._without_values(selected)
         self.assumed.setdefault((str(func), model_line(_REHEARSAL)))
         with unset_fake_temporarily():
@@ -137,8 +137,8 @@ class KnownValues(TorchDispatchMode):
             with unset_fake_temporarily():
                 return list(mask.nonzero().unbind(1))
         self.assumed.setdefault(("a mask as an index", model_line(_REHEARSAL)))
-        held = torch.empty(mask.numel(), dtype=torch.int64, device=_META)
-        return [self._without_values(held) for _ in range(mask.dim())]
+        indices = torch.empty(mask.numel(), dtype=torch.int64, device=_META)
+        return [self._without_values(indices) for _ in range(mask.dim())]
 
     def _without_values(self, t: Tensor) -> Tensor:
         with self._fake:

@@ -37,7 +37,7 @@ from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
 
 @dataclass(frozen=True)
 class Taken:
-    """What a role takes in a step.
+    """The memory and seconds of a role in a step.
 
     Attributes:
         phases: its actions and phases in order, in seconds.
@@ -51,26 +51,26 @@ class Taken:
 
 
 def taken_by(roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> dict[int, Taken]:
-    """What each role takes, by its first rank. ``fold``: whether what does the same is rehearsed once."""
+    """First rank of each role → its memory and seconds. ``fold``: whether equal blocks and microbatches are rehearsed once."""
     if not fold:
-        whole = Whole(rehearsal, profile, fold=False)
-        return {role.rank: whole.of(role) for role in roles}
+        unfolded = Whole(rehearsal, profile, fold=False)
+        return {role.rank: unfolded.of(role) for role in roles}
     folded = Whole(rehearsal, profile)
     try:
         return {role.rank: folded.of(role) for role in roles}
-    except Exception:  # whatever a model raises, some of whose blocks are passed through
+    except Exception:  # a model may raise any exception if some of its blocks are passed through
         if not folded.folds:
             raise
         return taken_by(roles, rehearsal, profile, fold=False)
 
 
 class Whole:
-    """What the roles of a step take.
+    """Predicts the memory and seconds of the roles of a step.
 
     Args:
         rehearsal: of the whole model and all microbatches.
         profile: the hardware's.
-        fold: whether blocks and microbatches that do the same are rehearsed once.
+        fold: whether equal blocks and microbatches are rehearsed once.
     """
 
     def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
@@ -81,7 +81,7 @@ class Whole:
 
     @property
     def folds(self) -> bool:
-        """Whether something is left out of the rehearsals."""
+        """Whether the rehearsals leave out blocks or microbatches."""
         return bool(self._folding.base.blocks) or self._short is not self._rehearsal
 
     @cached_property
@@ -89,23 +89,23 @@ class Whole:
         return [self._short.of(blocks) for blocks in (self._folding.base, *(more for more, _ in self._folding.more))]
 
     def of(self, role: Role) -> Taken:
-        """What a role takes."""
+        """The memory and seconds of a role."""
         recipe = self._rehearsal.recipe
         first, traces = self._rehearsed(role)
         weights = [counts[role.stage] for _, counts in self._folding.more]
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
         seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
-        whole = tuple(
+        ran_whole = tuple(
             dict.fromkeys((f, of_all(module), line) for trace in traces for f, module, line in trace.ran_whole)
         )
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
             as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
-            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed, whole)
+            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed, ran_whole)
         actions = self._schedule.ranks[role.stage]
         in_order = _in_order(phases, actions, self._more_rows(role.rank))
-        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, whole)
+        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, ran_whole)
 
     # --- rehearsals ---------------------------------------------------------------------------------------------------
 
@@ -115,11 +115,12 @@ class Whole:
         if kind not in self._traces:
             traces = [rehearse(rehearsal, role.rank) for rehearsal in self._rehearsals]
             self._traces[kind] = role.rank, traces
-            self._traces.setdefault(None, (role.rank, traces))  # the first, of which edges are known
+            # None: the first rehearsal, whose edges are used for every role.
+            self._traces.setdefault(None, (role.rank, traces))
         return self._traces[kind]
 
     def _kind(self, role: Role) -> Hashable:
-        """The same for roles whose stages do the same."""
+        """A key that is equal for roles whose stages do equal work."""
         recipe = self._rehearsal.recipe
         if not recipe.stages or not self._traces or self._short is self._rehearsal:
             return role.rank
@@ -138,14 +139,14 @@ class Whole:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The whole step. Asked for once a rank was rehearsed, which knows where values cross."""
+        """The schedule of the whole step. Its transfers are known only after the first rehearsal."""
         recipe, edges = self._rehearsal.recipe, self._traces[None][1][0].edges
         ranks = recipe.mesh.axis_size("pp")
         plain = make_schedule(recipe.schedule, ranks, len(recipe.stage_rank), recipe.microbatches)
         return with_transfers(plain, edges.forward, edges.backward)
 
     def _more_rows(self, rank: int) -> int:
-        """Bytes of this rank's rows that were not rehearsed."""
+        """Bytes of this rank's rows of the batch that the rehearsal left out."""
         return self._rows_bytes(self._rehearsal, rank) - self._rows_bytes(self._short, rank)
 
     def _rows_bytes(self, rehearsal: Rehearsal, rank: int) -> int:
@@ -155,16 +156,16 @@ class Whole:
     def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
         most = max(phases, key=lambda phase: phase.highest)
         items, sites = items_of(levels, most.levels.highest)
-        kept = round(linear(levels[0].kept, [other.kept for other in levels[1:]], weights)) + most.rows
+        between_steps = round(linear(levels[0].kept, [other.kept for other in levels[1:]], weights)) + most.rows
         gradients = _gradients(levels, phases)
         return Memory(
-            most.highest, most.with_others(items, gradients), str(most.what), sites, kept, self._profile.reserve,
+            most.highest, most.with_others(items, gradients), str(most.what), sites, between_steps, self._profile.reserve,
             _by_phase(levels, phases, gradients),
         )  # fmt: skip
 
 
 def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: str) -> tuple[PhaseMemory, ...]:
-    """What lives at most in each action and phase of the last step."""
+    """The peak memory of each action and phase of the last step."""
     begun = max((i for i, phase in enumerate(phases) if str(phase.what).startswith("step")), default=0)
     step = [phase for phase in phases[begun:] if phase.what]
     kinds = kinds_at([phase.levels.highest for phase in step], levels)
@@ -175,7 +176,7 @@ def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: s
 
 
 def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
-    """What gradients are that backwards add up: with FSDP2, not reduced before the last one."""
+    """The kind of the gradients that backwards add up: with FSDP2, unreduced until the last backward."""
     backwards = [phase.levels for phase in phases if isinstance(phase.what, Action) and phase.what.kind in ("B", "I")]
     items = items_of(levels, backwards[-1].highest)[0] if backwards else {}
     return max(("gradients", UNREDUCED), key=lambda kind: items.get(kind, 0))
@@ -183,12 +184,12 @@ def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
 
 @dataclass(frozen=True)
 class _InOrder:
-    """An action or phase in the whole step.
+    """The memory of an action or phase in the whole step.
 
     Attributes:
-        levels: of the one that was rehearsed for it.
-        in_flight, gradients: bytes of activations and of other memory that live besides what lived in the rehearsal.
-        rows: bytes of the batch besides.
+        levels: those of the rehearsed action that stands for this one.
+        in_flight, gradients: bytes of activations, and of other memory, that live in addition to those in the rehearsal.
+        rows: bytes of the batch that the rehearsal left out.
     """
 
     what: Action | str
@@ -202,7 +203,7 @@ class _InOrder:
         return self.levels.highest.nbytes + self.in_flight + self.gradients + self.rows
 
     def with_others(self, items: Mapping[str, int], gradients: str) -> dict[str, int]:
-        """What lives, of which ``items`` lived in the rehearsal. ``gradients``: what gradients are that backwards add up."""
+        """Bytes by kind at the peak. ``items``: those of the rehearsal. ``gradients``: see ``_gradients``."""
         most = dict(items)
         activations = most.get(ACTIVATIONS, 0) + self.in_flight + min(0, self.gradients)
         most[ACTIVATIONS] = max(0, activations)  # fewer live than in the rehearsal: then there are fewer gradients, too
@@ -213,17 +214,22 @@ class _InOrder:
 
 
 def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: int) -> list[_InOrder]:
-    """The last step, with all its microbatches."""
+    """The memory of each action and phase of the last step, with all its microbatches, in order."""
     begun = max(i for i, phase in enumerate(phases) if str(phase.what).startswith("step"))
     step = phases[begun:]
     rehearsed = [(phase.what, phase) for phase in step if isinstance(phase.what, Action)]
-    before = {id(levels): (total, held) for (_, levels), (total, held) in zip(rehearsed, _live(rehearsed), strict=True)}
+    before = {
+        id(levels): (total, in_flight)
+        for (_, levels), (total, in_flight) in zip(rehearsed, _live(rehearsed), strict=True)
+    }
     taken = Templates(rehearsed).of(actions)
-    whole = [(action, levels) for action, levels in zip(actions, taken, strict=True) if levels is not None]
+    in_schedule = [(action, levels) for action, levels in zip(actions, taken, strict=True) if levels is not None]
     placed = []
-    for (action, levels), (total, held) in zip(whole, _live(whole), strict=True):
-        total_then, held_then = before[id(levels)]
-        placed.append(_InOrder(action, levels, held - held_then, total - held - (total_then - held_then), rows))
+    for (action, levels), (total, in_flight) in zip(in_schedule, _live(in_schedule), strict=True):
+        rehearsed_total, rehearsed_in_flight = before[id(levels)]
+        activations = in_flight - rehearsed_in_flight
+        gradients = total - in_flight - (rehearsed_total - rehearsed_in_flight)
+        placed.append(_InOrder(action, levels, activations, gradients, rows))
     first = next(i for i, phase in enumerate(step) if isinstance(phase.what, Action))
     others = [
         [_InOrder(phase.what, phase, rows=rows) for phase in those if not isinstance(phase.what, Action)]
@@ -233,8 +239,8 @@ def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: in
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:
-    """When each action begins: bytes that live besides those at the step's start, and of these, what forwards hold."""
-    total = held = 0
+    """For each action: bytes that live when it begins, less those at the step's start; and how many of them forwards hold."""
+    total = in_flight = 0
     forwards: dict[tuple[int, int], int] = defaultdict(int)
     added = [levels.end - levels.start for _, levels in actions]
     least: dict[tuple[str, int], int] = {}  # the first forward also gathers parameters
@@ -242,17 +248,17 @@ def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, 
         key = action.kind, action.stage
         least[key] = min(least.get(key, nbytes), nbytes)
     for (action, _), nbytes in zip(actions, added, strict=True):
-        yield total, held
+        yield total, in_flight
         total += nbytes
         if action.kind in ("F", "SEND_F", "RECV_F"):
             forwards[action.stage, action.microbatch] += least[action.kind, action.stage]
-            held += least[action.kind, action.stage]
+            in_flight += least[action.kind, action.stage]
         elif action.kind in ("B", "W"):
-            held -= forwards.pop((action.stage, action.microbatch), 0)
+            in_flight -= forwards.pop((action.stage, action.microbatch), 0)
 
 
 def _timed(phases: Sequence[Phase], actions: Sequence[Action]) -> list[Phase]:
-    """The step in time, with all its microbatches."""
+    """The seconds of each action and phase of the step, with all its microbatches, in order."""
     rehearsed = [(phase.what, phase) for phase in phases if isinstance(phase.what, Action)]
     taken = Templates(rehearsed).of(actions)
     placed = [

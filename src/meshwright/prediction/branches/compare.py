@@ -83,7 +83,7 @@ def compare_branches(
 
 
 def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> list[Region]:
-    """The regions; an error where none has several branches."""
+    """The regions of the plan. Raises PlanError if no region has several branches."""
     places = recipe.places
 
     def modules(positions: Any, place: int) -> str:
@@ -120,12 +120,16 @@ def _within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
 
 
 def _above(name: str, names: list[str]) -> bool:
-    """Whether a module around it is named too."""
+    """Whether ``names`` has a module that contains the module ``name``."""
     return any(name.startswith(n + ".") for n in names)
 
 
 def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
-    """The tables by names of branches."""
+    """The measured seconds by (branch, ranks): each glob is replaced by the branches that match.
+
+    Raises:
+        ValueError: a glob matches no branch, or ``ranks`` is below 1.
+    """
     names = list(dict.fromkeys(b.name for r in regions for b in r.branches))
     by_branch: dict[tuple[str, int], float] = {}
     for (glob, ranks), seconds in tables.items():
@@ -139,12 +143,13 @@ def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float
 
 
 def _without_branches(plan: Plan, tp: int) -> Plan:
-    """The plan with the same words on cuts, over tp alone."""
-    kept = {
-        glob: {k: v for k, v in entry.settings().items() if k not in ("on", "mesh")} for glob, entry in plan.modules.items()
-    }  # fmt: skip
+    """The plan on the mesh ``tp=N``, without branches. What it says about cuts stays."""
+    settings = {
+        glob: {k: v for k, v in module_plan.settings().items() if k not in ("on", "mesh")}
+        for glob, module_plan in plan.modules.items()
+    }
     ours = ("mesh", "modules", "branches", "microbatches", "schedule", "stages_per_rank")
     rest = {k: v for k, v in plan.settings().items() if k not in ours}
     return Plan.from_dict(
-        {**rest, "mesh": {"tp": tp}, "modules": {glob: entry for glob, entry in kept.items() if entry}}
+        {**rest, "mesh": {"tp": tp}, "modules": {glob: words for glob, words in settings.items() if words}}
     )

@@ -98,14 +98,14 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        of = self.profile
-        peak = ", ".join(f"{spell_quantity(rate, 'flop/s')} in {dtype}" for dtype, rate in of.peak.items())
-        host = f"the host takes {duration_text(of.host)} a function"
-        if of.job_call or of.job_step:
-            host += f", to which a job adds {duration_text(of.job_call)}, and {duration_text(of.job_step)} to a step"
+        profile = self.profile
+        peak = ", ".join(f"{spell_quantity(rate, 'flop/s')} in {dtype}" for dtype, rate in profile.peak.items())
+        host = f"the host takes {duration_text(profile.host)} a function"
+        if profile.job_call or profile.job_step:
+            host += f", to which a job adds {duration_text(profile.job_call)}, and {duration_text(profile.job_step)} to a step"
         lines = [
-            f"{of.name}: at most {peak}; memory {spell_quantity(of.bandwidth, 'B/s')}, links "
-            f"{spell_quantity(of.node.bandwidth, 'B/s')}; {host}",
+            f"{profile.name}: at most {peak}; memory {spell_quantity(profile.bandwidth, 'B/s')}, links "
+            f"{spell_quantity(profile.node.bandwidth, 'B/s')}; {host}",
             "forward and backward of a microbatch on a data rank, without the optimizer; what is sent hides behind nothing",
         ]
         for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
@@ -127,11 +127,11 @@ def _table(region: Compared, times: int) -> Iterator[str]:
             f"{way.imbalance:.2f}",
         )  # fmt: skip
         yield f"  {way.name + split:24}" + "".join(f"{c:>11}" for c in cells) + (f"   {way.note}" if way.note else "")
-    of_branch, whole = region.parameter_bytes
-    if of_branch:
+    of_branches, of_all = region.parameter_bytes
+    if of_branches:
         yield (
-            f"  parameters that a rank gathers and reduces over data ranks: {size_text(of_branch)}, against "
-            f"{size_text(whole)} by FSDP of the whole: {whole / of_branch:.2f} times fewer"
+            f"  parameters that a rank gathers and reduces over data ranks: {size_text(of_branches)}, against "
+            f"{size_text(of_all)} by FSDP of the whole: {of_all / of_branches:.2f} times fewer"
         )
 
 

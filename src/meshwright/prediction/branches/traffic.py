@@ -38,7 +38,7 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.moves + other.moves)
 
     def seconds(self, profile: Profile) -> float:
-        """Of all of them, one after the other."""
+        """The seconds of all these collectives, one after another."""
         return sum(
             collective(profile, kind, nbytes, neighbours(profile, ranks, apart)).seconds
             for kind, nbytes, ranks, apart in self.moves
@@ -49,12 +49,12 @@ NOTHING = Traffic()
 
 
 def all_reduce(size: int, ranks: int, apart: int = 1) -> Traffic:
-    """Of ``size`` bytes."""
+    """The traffic of one all-reduce of ``size`` bytes."""
     return Traffic(1, size, (Move("all_reduce", size, ranks, apart),)) if ranks > 1 else NOTHING
 
 
 def all_gather(size: int, ranks: int) -> Traffic:
-    """Of ``size`` bytes on each rank."""
+    """The traffic of one all-gather of ``size`` bytes from each rank."""
     return Traffic(1, size, (Move("all_gather", ranks * size, ranks),)) if ranks > 1 else NOTHING
 
 
@@ -122,9 +122,9 @@ def _takers(number: int, branch: int, join: Join, places: Submeshes) -> set[int]
 
 
 def _members(branch: int, places: Submeshes) -> list[int]:
-    """For each tp rank of the place around, its share of the rows in a branch; -1: it is not of it."""
-    place = places[branch]
-    shares = [-1] * places[place.parent].tp
-    for r in range(place.start, place.stop):
-        shares[r] = place.share(r - place.start)
+    """For each tp rank of the place around, its share of the rows in a branch; -1: the rank is not one of the branch's."""
+    submesh = places[branch]
+    shares = [-1] * places[submesh.parent].tp
+    for r in range(submesh.start, submesh.stop):
+        shares[r] = submesh.share(r - submesh.start)
     return shares

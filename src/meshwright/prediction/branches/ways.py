@@ -149,7 +149,7 @@ class RegionCost:
         tables: Mapping[tuple[str, int], float],
     ) -> None:
         self.region, self.places, self.meter, self.rows = region, places, meter, rows
-        self.cuts, self.given = cuts, tables
+        self.cuts, self.measured = cuts, tables
         self.profile = meter.profile
 
     @property
@@ -164,7 +164,7 @@ class RegionCost:
     @cached_property
     def tables(self) -> list[list[float]]:
         """cᵢ(g) of each branch: with more ranks never slower, as some can do nothing."""
-        return [monotone([cell.seconds for cell in row]) for row in self.cells]
+        return [monotone([cell.seconds for cell in cells]) for cells in self.cells]
 
     @cached_property
     def ways(self) -> list[Way]:
@@ -181,11 +181,11 @@ class RegionCost:
         """
         gathered = [0] * self.ranks
         for b in self.region.branches:
-            place = self.places[b.place]
-            cuts = self.cuts(place.tp) if place.tp > 1 else {}
-            held = self._gathered(b.positions, cuts)
-            for r in range(place.start, place.stop):
-                gathered[r] += held
+            submesh = self.places[b.place]
+            cuts = self.cuts(submesh.tp) if submesh.tp > 1 else {}
+            nbytes = self._gathered(b.positions, cuts)
+            for r in range(submesh.start, submesh.stop):
+                gathered[r] += nbytes
         return max(gathered), self._gathered(self.region.positions, {})
 
     def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Shard]) -> int:
@@ -198,13 +198,13 @@ class RegionCost:
         for ranks in range(1, self.ranks + 1):
             meshes = [_mesh(ranks // t, t) for t in range(1, ranks + 1) if ranks % t == 0]
             cell = min((self._cell(branch, mesh) for mesh in meshes), key=lambda c: c.seconds)
-            if (seconds := self.given.get((branch.name, ranks))) is not None:
+            if (seconds := self.measured.get((branch.name, ranks))) is not None:
                 cell = Cell(seconds, Spent(seconds), cell.mesh)
             cells.append(cell)
         return cells
 
     def _cell(self, branch: Branch, mesh: Mesh) -> Cell:
-        """A branch on a mesh of its own."""
+        """A branch on a mesh that no other branch uses."""
         data, tp = mesh.axis_size("dp_replicate") * mesh.axis_size("dp_shard"), mesh.axis_size("tp")
         positions, cuts = list(branch.positions), self.cuts(tp) if tp > 1 else {}
         rows = self._share(data) if branch.apart else 1.0
@@ -214,14 +214,14 @@ class RegionCost:
         return Cell(spent.seconds(self.profile), spent, mesh)
 
     def _share(self, pieces: int) -> float:
-        """Of the rows, what the rank with the most of them has."""
+        """The fraction of the rows on the rank that has most of them, if they are split over ``pieces`` ranks."""
         return 1.0 if self.rows is None else ceil(self.rows / pieces) / self.rows
 
     # --- ways -------------------------------------------------------------------------------------------------------
 
     @property
     def _alone(self) -> list[float]:
-        return [row[0].seconds for row in self.cells]
+        return [cells[0].seconds for cells in self.cells]
 
     def _one(self) -> Way:
         return Way(ONE, 1, sum(self._alone), sum(self._alone))
@@ -245,13 +245,13 @@ class RegionCost:
         return self._way(TENSOR, spent + self._added(self.region.positions), note=note)
 
     def _by_tables(self, spent: Spent) -> Spent:
-        """What was predicted, as much longer as the tables say of the branches on one device, if there are any."""
+        """``spent`` times measured ÷ predicted seconds of all branches on one device. Without tables the factor is 1."""
         predicted = sum(self.meter.whole(b.positions).seconds(self.profile) for b in self.region.branches)
         measured = sum(self._alone) / max(predicted, 1e-30)
         return replace(spent, device=measured * spent.device, host=measured * spent.host)
 
     def _beside(self, name: str, places: Submeshes, cells: Sequence[Cell] | None = None) -> Way:
-        """Branches at their places; ``cells``: what each takes there."""
+        """Branches at their places; ``cells``: the cost of each branch there."""
         plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
         chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
         on = [places[b.place] for b in self.region.branches]
@@ -261,8 +261,8 @@ class RegionCost:
         crossing = [fork + join for fork, join in zip(forked, joined, strict=True)]
         ranks = []
         for r, moved in enumerate(crossing):
-            here = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
-            ranks.append(sum((c.spent for c in here), Spent(traffic=moved)))
+            cells_on_rank = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
+            ranks.append(sum((c.spent for c in cells_on_rank), Spent(traffic=moved)))
         slowest = max(ranks, key=lambda s: s.seconds(self.profile))
         # All wait for the slowest branch, and then for the slowest part of the exchange.
         inner = max(sum(c.seconds for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop)
@@ -282,13 +282,13 @@ class RegionCost:
             tuple(crossing),
         )
 
-    def _placed(self, branch: Branch, place: Submesh) -> Cell:
-        cell = self._cell(branch, place.mesh)
-        measured = self.given.get((branch.name, place.size))
-        return cell if measured is None else Cell(measured, Spent(measured), place.mesh)
+    def _placed(self, branch: Branch, submesh: Submesh) -> Cell:
+        cell = self._cell(branch, submesh.mesh)
+        measured = self.measured.get((branch.name, submesh.size))
+        return cell if measured is None else Cell(measured, Spent(measured), submesh.mesh)
 
     def _added(self, positions: Sequence[int]) -> Spent:
-        """What a job adds to these events."""
+        """The seconds of the host that a job adds to these events."""
         return Spent(host=self.profile.job_call * len(positions))
 
     def _in_job(self, branch: Branch, cell: Cell) -> Cell:
@@ -296,7 +296,7 @@ class RegionCost:
         return replace(cell, seconds=spent.seconds(self.profile), spent=spent)
 
     def _rho(self, on: Sequence[Submesh]) -> float:
-        """max(cᵢ/gᵢ)·G/Σcᵢ; of a rank that has several branches, together."""
+        """max(cᵢ/gᵢ)·G/Σcᵢ. If a rank runs several branches, their cᵢ/gᵢ are added."""
         if all(p.stop <= q.start or q.stop <= p.start for i, p in enumerate(on) for q in on[:i]):
             idle = self.ranks / sum(p.size for p in on)
             return imbalance(self._alone, [p.size for p in on]) * idle
@@ -306,12 +306,13 @@ class RegionCost:
 
     def _best(self) -> Way:
         in_job = [
-            [self._in_job(b, c).seconds for c in row] for b, row in zip(self.region.branches, self.cells, strict=True)
+            [self._in_job(b, c).seconds for c in branch_cells]
+            for b, branch_cells in zip(self.region.branches, self.cells, strict=True)
         ]
         split = best_split(in_job, self.ranks)
         cells, all_, start = [], list(self.places.all), 0
-        for branch, row, ranks in zip(self.region.branches, self.cells, split, strict=True):
-            cell = row[ranks - 1]
+        for branch, branch_cells, ranks in zip(self.region.branches, self.cells, split, strict=True):
+            cell = branch_cells[ranks - 1]
             splits = branch.apart and cell.mesh.axis_size("dp_replicate") > 1
             all_[branch.place] = replace(
                 all_[branch.place], on="", start=start, stop=start + ranks, mesh=cell.mesh, splits=splits
@@ -332,6 +333,6 @@ def _mesh(data: int, tp: int) -> Mesh:
 
 
 def _meshes(on: Sequence[Submesh]) -> str:
-    """How ranks of a place share its work, where several do."""
+    """The meshes of the branches as text, like ``tp=2 | 1``; empty if every branch runs on one rank."""
     named = [", ".join(f"{a}={n}" for a, n in p.mesh.axes if n > 1) for p in on]
     return " | ".join(n or "1" for n in named) if any(named) else ""
