@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -143,6 +145,19 @@ def test_parameters_stay_plain_and_may_be_frozen_and_thawed(workers: LocalWorker
         assert (
             "frozen" in with_gradient and "blocks.1.weight" not in with_gradient and "blocks.0.weight" in with_gradient
         )
+
+
+def is_freed() -> bool:
+    job = mw.parallelize(Blocks, "dp_replicate=2", batch=(X,), loss=itself, dtype=torch.float64)
+    job.step(rows_of_rank((X,), job.recipe, job.rank))
+    parameter = weakref.ref(job.module.blocks[0].weight)
+    del job
+    gc.collect()
+    return parameter() is None
+
+
+def test_a_job_that_is_gone_keeps_no_parameters(workers: LocalWorkers) -> None:
+    assert all(workers.run(is_freed, ranks=2))
 
 
 def test_buckets_are_filled_from_the_end_and_by_type() -> None:
