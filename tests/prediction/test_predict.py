@@ -58,4 +58,4 @@ def test_a_transfer_takes_what_it_takes_between_the_farthest_ranks_of_its_stages
     batch = (torch.empty(8, WIDTH, device="meta"),)
     plan = {"mesh": "dp_replicate=2,pp=2", "microbatches": 1}
     sends = predict(deep, batch, plan, hardware=far, loss=square).seconds.waterfall["waiting for other stages"]
-    assert (sends > 1) == crosses
+    assert (sends > 0.5) == crosses
