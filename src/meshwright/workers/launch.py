@@ -55,7 +55,8 @@ def launch(
 
     Args:
         fn: called on every rank. Its result must be picklable.
-        *args, **kwargs: arguments of ``fn``, equal on every rank.
+        *args: positional arguments of ``fn``, equal on every rank.
+        **kwargs: keyword arguments of ``fn``, equal on every rank.
         nprocs: number of ranks.
         device: ``cpu`` (gloo), or ``cuda`` (rank r on GPU r, NCCL).
         timeout: seconds without an answer from any rank, after which the call ends with an error.
