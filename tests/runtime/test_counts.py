@@ -148,7 +148,7 @@ class PutBack(Model):
         out = logits.flatten(0, 1)
         out = out.index_put((at,), logits[picked].sin())
         out = out.masked_scatter(picked.flatten()[:, None], logits[picked].cos())
-        out = out.index_add(0, at, logits[picked].tanh())
+        out = torch.index_add(input=out, dim=0, index=at, source=logits[picked].tanh())
         out = out.clone().index_put_((at,), out[picked.flatten()].exp())
         return out.square().mean()
 

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_partial_gradients import Tower, rows
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
 import meshwright as mw
 from meshwright.runtime.weights.coupled_updates import updates_are_coupled
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x.square().mean()
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -124,19 +114,19 @@ class WithModule(OwnNorm):
 def refusals(mesh: str) -> Any:
     """What each optimizer says twice; the notes after one that cannot be tried; hooks of torch while the job lives, and after."""
     torch.manual_seed(0)
-    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-    job = mw.parallelize(Tower, mesh, batch=rows)
+    batch = rows()
+    job = mw.parallelize(Tower, mesh, batch=batch)
     told = []
     for kind in (*COUPLED, TrustRatio, torch.optim.AdamW):
         optimizer = kind(job.parameters(), lr=0.01)
         for _ in range(2):
-            job.step(rows)
+            job.step(batch)
             try:
-                optimizer.step(partial(job.step, rows)) if kind is Sharpness else optimizer.step()
+                optimizer.step(partial(job.step, batch)) if kind is Sharpness else optimizer.step()
             except mw.PlanError as error:
                 told.append(str(error))
             optimizer.zero_grad()
-    job.step(rows)
+    job.step(batch)
     WithModule(job.parameters(), job.module).step()
     notes, hooks = job.notes, len(of_torch._global_optimizer_pre_hooks)
     del job, optimizer
@@ -144,8 +134,9 @@ def refusals(mesh: str) -> Any:
     return told, [note for note in notes if "not tried" in note], (hooks, len(of_torch._global_optimizer_pre_hooks))
 
 
-def test_coupled_updates_are_refused_over_stages(workers: Any) -> None:
-    for told, notes, hooks in workers.run(refusals, "pp=2", ranks=2):
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+def test_coupled_updates_are_refused_over_stages(workers: Any, mesh: str) -> None:
+    for told, notes, hooks in workers.run(refusals, mesh, ranks=mw.Plan(mesh).mesh.size):
         assert len(told) == 2 * len(COUPLED), told
         for kind, error in zip([kind for kind in COUPLED for _ in range(2)], told, strict=True):
             assert kind.__qualname__ in error and "a mesh without pp" in error

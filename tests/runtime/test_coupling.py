@@ -489,6 +489,12 @@ class FreeBits(Tokens):
             return F.relu(each.mean() - 50)
         if self.corner == "in place":
             return each.mean().sub(0.5).relu_()
+        if self.corner == "in place by keyword":
+            return torch.relu_(input=each.mean().sub(0.5))
+        if self.corner == "overwritten":
+            square = each.mean().square()
+            square.data.zero_()
+            return square
         if self.corner == "of each feature":
             return means.mean(0).clamp(min=0.3).sum()
         if self.corner == "where":
@@ -514,7 +520,7 @@ class FreeBits(Tokens):
             return each.mean() * scale
         if self.corner == "stop by a number":
             return each.mean() / each.mean().item()
-        return getattr(self, f"of_rows_{self.corner}")(each, means)
+        return getattr(self, f"of_rows_{self.corner.removesuffix(' of rows')}")(each, means)
 
     def of_rows_all(self, each, means):
         """The same functions, of each row's own."""
@@ -535,6 +541,14 @@ class FreeBits(Tokens):
         kept = means.detach().masked_fill(means < 0, -torch.inf).softmax(-1)
         return (each / each.detach() + each * (each > 0.5)).mean() + (kept * means).sum(1).mean()
 
+    def of_rows_overwritten(self, each, means):
+        """What is overwritten without its gradient is of each row's own."""
+        square = each.square()
+        square.data.clamp_(max=1.0)
+        with torch.no_grad():
+            square.mul_(0.5)
+        return square.mean()
+
     def of_rows_count(self, each, means):
         """The count follows from the batch alone."""
         kept = torch.ones(len(each), dtype=each.dtype)
@@ -543,9 +557,11 @@ class FreeBits(Tokens):
 
 HIDDEN = [
     "clamp", "above nothing", "in place", "of each feature", "where", "maximum", "distance", "topk", "compared", "where one",
-    "stop", "stop of a large number", "stop without gradients", "stop by a number",
+    "in place by keyword", "overwritten", "stop", "stop of a large number", "stop without gradients", "stop by a number",
 ]  # fmt: skip
-CORNERS = dict.fromkeys(HIDDEN, "coupled") | dict.fromkeys(["all", "metric", "count", "stopped"], "mean")
+CORNERS = dict.fromkeys(HIDDEN, "coupled") | dict.fromkeys(
+    ["all", "metric", "count", "stopped", "overwritten of rows"], "mean"
+)
 
 
 MICROBATCHES = [{"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}]

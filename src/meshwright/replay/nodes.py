@@ -80,6 +80,10 @@ def _spelled(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
+AUTOCAST_DEVICES = "cpu", "cuda"
+"""The device types whose autocast a program follows."""
+
+
 @dataclass(frozen=True)
 class Under:
     """A torch function that ran under another grad or autocast mode than the block (within the model's ``torch.no_grad()``).

@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 from meshwright.layout import Shard
 from meshwright.private import pytree, raw_local, storage_of, unhooked, version
-from meshwright.replay.nodes import Move, Node, Source, Under, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, Move, Node, Source, Under, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
 from meshwright.spmd.dispatcher import Dispatcher
@@ -165,7 +165,7 @@ def _with_casts(forward: Callable[..., Any], *inputs: Any) -> Any:
     try:
         return forward(None, *inputs)
     finally:
-        if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if not any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
             torch.clear_autocast_cache()
 
 

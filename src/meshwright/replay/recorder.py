@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.blame import model_line
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_dispatch
-from meshwright.replay.nodes import Move, Node, Source, Under, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, Move, Node, Source, Under, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.autograd_functions import FunctionMode, scripted_functions
@@ -316,7 +316,7 @@ Autocast = tuple[tuple[str, "torch.dtype | None"], ...]
 
 
 def _autocast() -> Autocast:
-    return tuple((d, torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None) for d in ("cpu", "cuda"))
+    return tuple((d, torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None) for d in AUTOCAST_DEVICES)
 
 
 def _differing(now: Autocast, before: Autocast) -> Autocast:

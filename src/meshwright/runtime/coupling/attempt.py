@@ -270,7 +270,12 @@ class Attempt:
         b = self._outcome([(0, 2 * count)], [twice], MEAN, numbers).losses[0]
         noise = min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
         whole, backwards = self._whole.losses[0], reversed_rows(self._rows, self._count)
-        other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
+        try:
+            other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
+        except self._forwards.fatal:
+            raise
+        except Exception:  # rows that must be in order: packed sequences, the longest first
+            return 8 * noise
         return 8 * min(noise, abs(other - whole) / max(1.0, abs(whole)))
 
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:

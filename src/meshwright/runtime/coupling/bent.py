@@ -148,9 +148,12 @@ class Bent(FunctionMode):
             return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
         written = writes(func, args, kwargs)
         args, kwargs = self._without_stops(func, args, kwargs, written=written)
-        with self._overwritten(args[0]) if written else nullcontext():
+        first = args[0] if args else kwargs.get("input")
+        with self._overwritten(first) if written else nullcontext():
             result = self._call_bent(func, name, args, kwargs)
-        if (func == _DATA and has_gradient(args[0])) or (aliases(func) and args and args[0] in self._data):
+        if isinstance(first, Tensor) and (
+            (func == _DATA and has_gradient(first)) or (aliases(func) and first in self._data)
+        ):
             self._data.note(pytree.tree_leaves(result), True)
         results = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(results, True)

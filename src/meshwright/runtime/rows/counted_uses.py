@@ -147,7 +147,8 @@ class CountedUses(Follower):
         if _is_mean_of_all(func, args, kwargs):
             return self.mean(count, func, args, kwargs)
         result = call(func, args, kwargs, tensors)
-        if getattr(func, "__name__", "") in _INTO and not (isinstance(args[0], Tensor) and self.picks(args[0])):
+        first = args[0] if args else kwargs.get("input")
+        if getattr(func, "__name__", "") in _INTO and not (isinstance(first, Tensor) and self.picks(first)):
             return result
         tensors_out = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._pick([t for t in tensors_out if t.shape[:1] == argument.shape[:1]], count)

@@ -66,14 +66,13 @@ class Buckets:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, size: int = BYTES) -> None:
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._parameters, self._group, self._size = trained, group, size
+        self._parameters, self._group, self._size = _trained(parameters), group, size
         self._unused: frozenset[str] = frozenset()
         self._arrange(self._unused)
         self._counts: dict[str, int] = {}
         self._microbatches, self._next, self._open = 0, 0, False
         # The node is kept: torch makes another one for each forward otherwise.
-        self._nodes = {name: get_gradient_edge(p).node for name, p in trained.items()}
+        self._nodes = {name: get_gradient_edge(p).node for name, p in self._parameters.items()}
         self._hooks = [node.register_hook(partial(self._arrived, name)) for name, node in self._nodes.items()]
 
     def _arrange(self, unused: frozenset[str]) -> None:
@@ -85,7 +84,7 @@ class Buckets:
 
     def stands_for(self, parameters: Mapping[str, nn.Parameter]) -> bool:
         """Whether the buckets are those of these parameters, as they are now."""
-        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        trained = _trained(parameters)
         return trained.keys() == self._parameters.keys() and all(p is self._parameters[n] for n, p in trained.items())
 
     def close(self) -> None:
@@ -118,9 +117,8 @@ class Buckets:
         self._open = False
         names = [*self._parameters]
         used = [self._parameters[name].grad is not None for name in names]
-        for bucket in self._buckets[
-            self._next :
-        ]:  # before any other collective: these ranks may have one group for both
+        # Before any other collective: these ranks may have one group for both, and some have begun all buckets by now.
+        for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         flags = on_any([*used, *(bucket.again for bucket in self._buckets)])
         is_used = dict(zip(names, flags, strict=False))
@@ -153,31 +151,39 @@ class Buckets:
     def _launch(self, bucket: _Bucket) -> None:
         """Begins the all-reduce of a bucket."""
         with without_modes():
-            gradients = [self._parameters[name].grad for name in bucket.names]
-            whole = [
-                zero_gradient(self._parameters[name]) if g is None else g
-                for name, g in zip(bucket.names, gradients, strict=True)
-            ]
-            bucket.total = torch.cat([g.reshape(-1) for g in whole])
+            parameters = [self._parameters[name] for name in bucket.names]
+            bucket.total = flattened([zero_gradient(p) if p.grad is None else p.grad for p in parameters])
             if bucket.total.numel():
                 bucket.work = dist.all_reduce(bucket.total, group=self._group, async_op=True)
 
     @torch.no_grad()
     def _write_back(self, bucket: _Bucket, is_used: Mapping[str, bool]) -> None:
+        """Makes the sums the gradients of the parameters that some rank has used. The others have none, as on one device."""
         assert bucket.total is not None
-        parts = bucket.total.split([self._parameters[name].numel() for name in bucket.names])
-        into, sums = [], []
-        for name, part in zip(bucket.names, parts, strict=True):
-            p = self._parameters[name]
-            if not is_used[name]:
-                continue  # neither would one device give it a gradient
-            if p.grad is None:
+        parameters = [self._parameters[name] for name in bucket.names]
+        for name, p in zip(bucket.names, parameters, strict=True):
+            if is_used[name] and p.grad is None:
                 p.grad = zero_gradient(p)
-            into.append(p.grad)
-            sums.append(part.view(p.shape))
-        if into:
-            copy_all(into, sums)
+        sums = unflattened(bucket.total, parameters)
+        pairs = [(p.grad, total) for p, total in zip(parameters, sums, strict=True) if p.grad is not None]
+        if pairs:
+            copy_all([gradient for gradient, _ in pairs], [total for _, total in pairs])
         bucket.total = bucket.work = None
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors of one type, one tensor after another, in one dim."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of ``flattened``: views of ``flat`` in the shapes of ``like``."""
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in parameters.items() if p.requires_grad}
 
 
 def _divided(parameters: Mapping[str, nn.Parameter], size: int) -> list[_Bucket]:
@@ -199,4 +205,4 @@ def _type(p: Tensor) -> tuple[torch.dtype, torch.device]:
     return getattr(p, "grad_dtype", None) or p.dtype, p.device
 
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "flattened", "unflattened"]

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.private import copy_all
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.buckets import Buckets
+from meshwright.runtime.weights.buckets import Buckets, flattened, unflattened
 from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
 
@@ -31,12 +32,15 @@ class OwnSums:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._all = groups
-        self._names = [line.name for line in recipe.parameters if _is_summed(line, recipe)]  # on every rank alike
-        held = [line for line in recipe.held_by(groups.rank) if _is_summed(line, recipe)]
-        self.groups = {line.name: _groups_of(line, recipe, groups) for line in held}
+        by_fsdp = needs_fsdp(recipe)
+        self._names = [
+            line.name for line in recipe.parameters if _is_summed(line, recipe, by_fsdp)
+        ]  # on every rank alike
+        held = [line for line in recipe.held_by(groups.rank) if _is_summed(line, recipe, by_fsdp)]
+        self.groups = {line.name: _groups_of(line, recipe, groups, by_fsdp) for line in held}
         self._standing = Standing(model, self.groups)
-        # FSDP2 sums all others then, or a part of a forward is no backward of the whole model.
-        self._in_buckets = bool(self.groups) and not recipe.in_parts and not needs_fsdp(recipe)
+        # A bucket waits for a backward of the whole model, and holds all that is summed.
+        self._in_buckets = bool(self.groups) and not recipe.in_parts and not by_fsdp
         self._buckets: Buckets | None = None
 
     def begin(self, microbatches: int) -> None:
@@ -90,30 +94,29 @@ class OwnSums:
 def _sum(grads: list[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
     """Sums gradients over groups, in place. They are flattened into one tensor."""
     alone = len(grads) == 1 and grads[0].is_contiguous()
-    flat = grads[0] if alone else torch.cat([g.reshape(-1) for g in grads])
+    flat = grads[0] if alone else flattened(grads)
     for group in groups:
         dist.all_reduce(flat, group=group)
     if not alone:
-        for g, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            g.copy_(total.view(g.shape))
+        copy_all(grads, unflattened(flat, grads))
 
 
-def _is_summed(line: ParameterRecipe, recipe: Recipe) -> bool:
-    """Whether a parameter's gradient is summed by the job."""
+def _is_summed(line: ParameterRecipe, recipe: Recipe, by_fsdp: bool) -> bool:
+    """Whether a parameter's gradient is summed by the job. ``by_fsdp``: whether FSDP2 sums those of its units."""
     if recipe.in_parts and not line.requires_grad:
         return False  # (without stages and branches, a person may set ``requires_grad`` later, so it is summed)
-    over_data = (line.data == "loose" or not needs_fsdp(recipe)) and any(
+    over_data = (line.data == "loose" or not by_fsdp) and any(
         recipe.places.axis_size(line.place, axis) > 1 for axis in ("dp_replicate", "dp_shard")
     )
     return len(line.places) > 1 or over_data or len(recipe.owners(line)) > 1
 
 
-def _groups_of(line: ParameterRecipe, recipe: Recipe, groups: Groups) -> tuple[dist.ProcessGroup, ...]:
+def _groups_of(line: ParameterRecipe, recipe: Recipe, groups: Groups, by_fsdp: bool) -> tuple[dist.ProcessGroup, ...]:
     """This rank's groups over which the gradient of a parameter that it holds is summed."""
     owners, over = recipe.owners(line), list[dist.ProcessGroup]()
     if len(line.places) > 1:
         over.append(groups.together[line.places])
-    elif line.data == "loose" or not needs_fsdp(recipe):
+    elif line.data == "loose" or not by_fsdp:
         mesh = groups.meshes[line.place]
         over += [mesh[a].get_group() for a in ("dp_replicate", "dp_shard") if mesh[a].size() > 1]
     if len(owners) > 1:
