@@ -140,9 +140,8 @@ def _write(
     except CheckpointError:  # raised on every rank; no rank continues before the directory is removed
         agreement.first(lambda: shutil.rmtree(temporary, ignore_errors=True), failed)
         raise
-    except (
-        BaseException
-    ):  # raised on this rank alone: an interrupt, or a collective that failed since another rank ended
+    # Raised on this rank alone: an interrupt, or a collective that failed since another rank ended.
+    except BaseException:
         if agreement.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -123,9 +123,8 @@ class Tracker(TorchDispatchMode):
         inputs, outputs = tensors_among((*args, *kwargs.values())), tensors_among(_listed(out))
         if not self._forward and _name(func) in _OUT_OF_PLACE:
             self._share(outputs[0], inputs[0])
-        for t in (
-            () if func._schema.is_mutable else outputs
-        ):  # a mutable function writes into storages that exist already
+        # A mutable function writes into storages that exist already.
+        for t in () if func._schema.is_mutable else outputs:
             self._number(t, _name(func))
         flops = flops_of(func, args, kwargs, out)
         moved = moved_by(_name(func), args, kwargs, outputs)

@@ -32,15 +32,13 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             fix="call it before torch.distributed.init_process_group, or in a process of its own",
         )
     findings.raise_if_any()
-    told_by = (
-        sys.excepthook
-    )  # torch puts the rank before each line of an error, once more with each group that it makes
+    # Torch puts the rank before each line of an error, once more with each group that it makes.
+    told_by = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Set timeout is now only supported for"
-            )  # nothing waits for another rank here
+            # nothing waits for another rank here
+            warnings.filterwarnings("ignore", "Set timeout is now only supported for")
             yield
     finally:
         dist.destroy_process_group()
