@@ -476,6 +476,8 @@ def test_what_is_printed_is_light_and_not_wider_than_the_paper(visit: Any) -> No
     shown.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert shown.evaluate("document.documentElement.dataset.theme") == "light"
     assert shown.evaluate("document.documentElement.scrollWidth") <= 794
+    # Browsers leave backgrounds out on paper, if the page does not ask for them: legends, bars and badges are such.
+    assert shown.evaluate("getComputedStyle(document.querySelector('.swatch, .bar, .cut')).printColorAdjust") == "exact"
     shown.emulate_media(media="screen")
     shown.evaluate("dispatchEvent(new Event('afterprint'))")
     assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == dark
@@ -508,8 +510,12 @@ def test_the_page_names_no_address() -> None:
 
 
 def test_ten_thousand_ranks_open_at_once(visit: Any, record_property: Any) -> None:
-    opened = visit(page(report(large())))
-    load = opened.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    text = page(report(large()))
+    for _ in range(3):  # so that a moment in which this machine is busy does not count
+        opened = visit(text)
+        load = opened.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+        if load < 2000:
+            break
     count = opened.page.evaluate("document.querySelectorAll('*').length")
     frames = opened.page.evaluate(
         """async () => { const times = []; let last = performance.now();
@@ -521,7 +527,7 @@ def test_ten_thousand_ranks_open_at_once(visit: Any, record_property: Any) -> No
         f"10,000 ranks: open after {load:.0f} ms, {count} elements, frame {frames[20]:.0f} ms (median), {frames[-1]:.0f} ms (most)"
     )
     record_property("load_ms", load)
-    assert load < 8000  # 2 s where nothing else runs; this machine may be busy
+    assert load < 2000
     assert count < 3000
     shards = shard_map(large())
     for rank, name in itertools.product((0, 4711, 9999), ("layers.0.q.weight", "layers.79.down.weight")):

@@ -24,11 +24,11 @@ function exchangeTable(exchanges) {
     el("span", { class: "cut", style: `--axis:${firstAxis(axis)}`, text: axis }), kind.replaceAll("_", "-"), module,
     ...(counted ? [`${+calls.toFixed(1)}`] : []), sizeText(bytes), bar(bytes / most, firstAxis(axis)),
   ]);
-  return table("What is exchanged in a step", ["axis", "what", "for", ...(counted ? ["calls"] : []), "bytes", ""], rows, counted ? [3, 4] : [3]);
+  return table("What is exchanged in a step", ["axis", "collective", "for", ...(counted ? ["calls"] : []), "bytes", ""], rows, counted ? [3, 4] : [3]);
 }
 
 function wholeTable() {
-  return table("Functions that ran whole", ["function", "module", "line"], traffic.ranWhole.map((one) => [one.function, one.module || "the model", one.line]));
+  return table("Functions whose inputs are gathered", ["function", "module", "line"], traffic.ranWhole.map((one) => [one.function, one.module || "the model", one.line]));
 }
 
 views.push(() => {
@@ -37,7 +37,7 @@ views.push(() => {
   if (roles.includes(here)) chosenRole.name = here;
   const exchanges = exchangesOf(chosenRole.name);
   const whose = roles.length > 1 ? el("h3", { text: `${chosenRole.name}, as rank ${chosen.rank}` }) : null;
-  const none = el("p", { class: "muted", text: world === 1 ? "One rank exchanges nothing." : "Nothing is exchanged that is known here." });
+  const none = el("p", { class: "muted", text: world === 1 ? "One rank exchanges nothing." : "The plan alone names no exchange." });
   byId("exchanges").replaceChildren(...[whose, ...(exchanges.length ? [axisBars(exchanges), exchangeTable(exchanges)] : [none])].filter(Boolean));
-  byId("ran-whole").replaceChildren(...(traffic.ranWhole.length ? [el("h3", { text: "Ran whole" }), el("p", { class: "muted", text: "No rule says how these are computed on shards: their inputs are gathered. Right, and slower." }), wholeTable()] : []));
+  byId("ran-whole").replaceChildren(...(traffic.ranWhole.length ? [el("h3", { text: "Gathered inputs" }), el("p", { class: "muted", text: "These functions have no rule for shards, so their inputs are gathered first: the result is right, and slower." }), wholeTable()] : []));
 });

@@ -121,7 +121,7 @@ function drawMesh(context, width, height, pointed) {
 
 const nodes = facts.perNode && world > facts.perNode ? Math.ceil(world / facts.perNode) : 1;
 
-/** Every other node has a ground of its own. */
+/** Shades every second node. */
 function shadeNodes(context, plan) {
   if (nodes === 1) return;
   context.fillStyle = css("node");
@@ -198,7 +198,7 @@ function rankPanel() {
     ));
   const copies = copiesOf(rank);
   const lines = aboutRank(rank).slice(world > 1 ? 2 : 1); // the heading has the first of them
-  if (copies.length) lines.push(`its weights are, bit for bit, those of ${rankWord(copies)}`);
+  if (copies.length) lines.push(`holds the same weights, bit for bit, as ${rankWord(copies)}`);
   return [
     el("h3", {}, `Rank ${rank}`, el("small", { text: coordinateText(rank) })),
     el("ul", { class: "axes" }, axes),
@@ -217,12 +217,12 @@ function meshTable() {
     const spelled = groups.slice(0, GROUPS).join("  ") + (groups.length > GROUPS ? "  …" : "");
     return nodes > 1 ? [axis, facts.links[axis], spelled] : [axis, spelled];
   });
-  const titles = nodes > 1 ? ["axis", "links", "ranks that stand together"] : ["axis", "ranks that stand together"];
+  const titles = nodes > 1 ? ["axis", "links", "groups of ranks"] : ["axis", "groups of ranks"];
   return table("Groups of ranks along each axis", titles, rows);
 }
 
 byId("mesh-picture").append(meshPicture);
-if (nodes > 1) byId("mesh-picture").append(el("p", { class: "muted", text: `${nodes} nodes of ${facts.perNode} ranks; every other one has a ground of its own.` }));
+if (nodes > 1) byId("mesh-picture").append(el("p", { class: "muted", text: `${nodes} nodes of ${facts.perNode} ranks; every second node is shaded.` }));
 if (world > 1) {
   byId("mesh-picture").append(tableBehind("The groups as a table", meshTable));
   byId("mesh-picture").querySelector("details").open = world <= 32;

@@ -140,7 +140,7 @@ function stageTable() {
     return [name, ranksText(ranks), stage.from, stage.to, el("span", { class: "withbar" }, bar(stage.work / most, axisColour("pp")), percentText(stage.work)),
       countText(stage.parameters), stage.sends ? sizeText(stage.sends) : "–"];
   });
-  return table("Stages of the pipeline", ["stage", "ranks", "from", "to", "work", "parameters", "hands on"], rows, [5, 6]);
+  return table("Stages of the pipeline", ["stage", "ranks", "from", "to", "work", "parameters", "sends on"], rows, [5, 6]);
 }
 
 function branchTable() {

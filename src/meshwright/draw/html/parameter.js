@@ -9,7 +9,7 @@ function drawnDims(row) {
   return [0, ...cut, ...row.shape.map((_, dim) => dim).slice(1)].slice(0, row.shape.length > 1 ? 2 : 1);
 }
 
-/** What is drawn of the chosen parameter: who holds what, and a box for each range of each drawn dim. */
+/** What is drawn of the chosen parameter: its slices with their ranks, and a box for each range of each drawn dim. */
 function prepared() {
   const row = facts.rows[chosen.row];
   if (drawing.row === chosen.row && drawing.variant === chosen.variant) return drawing;
@@ -183,7 +183,7 @@ function parameterPanel() {
   return [
     el("h3", { class: "name", text: row.variants.length > 1 ? variant.label : row.label }),
     several,
-    el("p", { class: "cuts" }, how.length ? how : el("span", { class: "muted", text: "whole on every rank that uses it" })),
+    el("p", { class: "cuts" }, how.length ? how : el("span", { class: "muted", text: "replicated on every rank that uses it" })),
     el("ul", { class: "facts" }, lines.map((line) => el("li", { text: line }))),
   ].filter(Boolean);
 }
@@ -201,7 +201,7 @@ function holdersTable() {
   const { facts: row, holders: held } = prepared();
   const rows = held.slice(0, 128).map((holder) => [ranksText(holder.ranks, 16), slicesText(holder.slices, row.shape), sizeText(elementsOf(holder.slices) * row.item)]);
   if (held.length > 128) rows.push([`and ${held.length - 128} more slices`, "", ""]);
-  return table(`Who holds what of ${row.label}`, ["ranks", "slice", "bytes"], rows, [2]);
+  return table(`Every slice of ${row.label}`, ["ranks", "slice", "bytes"], rows, [2]);
 }
 
 if (!facts.rows.length) byId("parameter").replaceChildren(el("p", { class: "muted", text: "The model has no parameters." }));
@@ -211,5 +211,5 @@ views.push(() => {
   byId("parameter-facts").replaceChildren(...parameterPanel());
   parameterPicture.paint();
   byId("parameter-mine").textContent = mineText();
-  byId("parameter-table").replaceChildren(tableBehind(`Who holds what, as a table (${plural(drawing.holders.length, "distinct slice")})`, holdersTable));
+  byId("parameter-table").replaceChildren(tableBehind(`Every slice and its ranks, as a table (${plural(drawing.holders.length, "distinct slice")})`, holdersTable));
 });

@@ -100,7 +100,7 @@ const timePictures = {}; // of the step that is shown
 function showStep({ step, about, measured, predicted, differences }) {
   const zoom = zooming(Math.max(measured.length, predicted?.length ?? 0));
   byId("time-title").textContent = `Step ${step} in time`;
-  byId("time-about").textContent = predicted ? `As it was ${about}, and below it as it ran, on one scale` : `As it ran; ${about}`;
+  byId("time-about").textContent = predicted ? `Above: ${about}. Below: measured, on the same scale` : `Measured; ${about}`;
   byId("predicted").hidden = !predicted;
   for (const id of ["time-tables", "predicted-picture"]) byId(id).replaceChildren();
   delete timePictures.predicted;

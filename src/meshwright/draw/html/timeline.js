@@ -196,9 +196,9 @@ function timeLegend(times) {
   const together = new Map(); // what has one colour stands together
   for (const what of kinds) together.set(whatColour(what), [...(together.get(whatColour(what)) ?? []), what]);
   const entries = [...together].map(([colour, whats]) => [colour, whats.join(", ")]);
-  if (parts.includes("host")) entries.push([css("time-host"), "of that, the host"]);
-  if (times.some((time) => time.exchanges.length)) entries.push([css("time-wire"), "of that, communication"]);
-  else if (parts.some((part) => part.startsWith("communication"))) entries.push([css("time-wire"), "of that, exposed communication"]);
+  if (parts.includes("host")) entries.push([css("time-host"), "host time within it"]);
+  if (times.some((time) => time.exchanges.length)) entries.push([css("time-wire"), "communication within it"]);
+  else if (parts.some((part) => part.startsWith("communication"))) entries.push([css("time-wire"), "exposed communication within it"]);
   if (times.some((time) => time.transfers.length)) entries.push([css("time-wire"), "sends to another stage"]);
   return entries;
 }
