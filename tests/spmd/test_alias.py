@@ -231,6 +231,24 @@ def test_attention_of_one_head_a_rank_lies_as_that_of_all_heads() -> None:
     both(attend, (2, 2, 5, 4), even_shard(1, 2, 2))
 
 
+def test_attention_by_another_kernel_lies_as_that_kernel_lays_it() -> None:
+    """A mask with a gradient takes another kernel, whose result has other strides: a copy on one device, or a view."""
+
+    def attend(x: Tensor) -> tuple[Tensor, ...]:
+        q = x.transpose(1, 2)
+        k, mask = q.contiguous(), torch.zeros(1, 1, 5, 5, dtype=x.dtype)
+        results = [
+            functional.scaled_dot_product_attention(q, k, k, mask.clone().requires_grad_(learnt)).transpose(1, 2)
+            for learnt in (True, False, True)
+        ]
+        assert [r.is_contiguous() for r in results] == [False, True, False]
+        joined = results[1].view(2, 5, -1)
+        joined.mul_(2.0)
+        return *results, joined
+
+    both(attend, (2, 5, 4, 4), even_shard(2, 4, 2))
+
+
 @pytest.mark.parametrize("layout", CUTS, ids=str)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_a_value_that_is_cut(reentrant: bool, layout: Layout) -> None:

@@ -70,6 +70,8 @@ class Result:
         apart: whether the local tensors do not share that memory: then writes to either are refused.
         cloned: whether to clone the local result, because it shares memory that the result does not share on one device.
         strides: the strides that the local result must get; None if it has them.
+        by_kernel: whether another call of the signature may take another kernel, whose result has other strides
+            (attention, if the mask needs a gradient).
     """
 
     known: Spec
@@ -77,10 +79,13 @@ class Result:
     apart: bool = False
     cloned: bool = False
     strides: Strides | None = None
+    by_kernel: bool = False
 
     def global_tensor(self, dispatcher: Dispatcher, local: Tensor, tensors: Sequence[Tensor]) -> GlobalTensor:
         """The global tensor of a local result. ``tensors``: those of the call."""
         known = self.known
+        if self.by_kernel and local.stride() != known.local_strides:
+            return fresh(known.layout, local, None).global_tensor(dispatcher, local, tensors)
         if self.cloned:
             local = local.clone()
         if self.strides is not None:
@@ -153,7 +158,7 @@ class Prepared:
         """A function for the calls of this signature, with only the steps that they need; most need the local function and one
         wrapper."""
         result, rest, run = self.result, self.rest, self.run
-        if result is None or result.cloned or result.strides is not None or result.apart:
+        if result is None or result.cloned or result.strides is not None or result.apart or result.by_kernel:
             return self
         dtype, wrapped = result.known.dtype, wrapping(result.known)
         if result.source is not None:
@@ -394,6 +399,8 @@ def _result(
     cloned = aliases(func) and any(isinstance(x, GlobalTensor) and share_storage(local, x._mw_local) for x in args)
     if cloned:
         local = local.clone()
+    if func in BY_DEVICE:
+        return replace(fresh(layout, local, None), by_kernel=True)
     if geometry is None and all_contiguous and not aliases(func) and _is_contiguous_result(func, local):
         return Result(_spec_of_result(layout, shape, local, None, 0, local.stride()), cloned=cloned)
     return replace(fresh(layout, local, None if geometry is None else geometry.strides), cloned=cloned)
