@@ -96,9 +96,9 @@ class JobEnd:
         assert self._first is not None
         lost = _is_lost_peer(error)
         own = Cause(self._groups.rank, step, _text(error))
-        self._first.tell(own, lost=lost)
+        self._first.report(own, lost=lost)
         self._close()
-        cause = self._first.awaited() if lost else own
+        cause = self._first.wait() if lost else own
         if isinstance(cause, Cause):
             step, cause = cause.step, f"rank {cause.rank} failed: {cause.text}"
         self._over = f"step {step}: {cause}"
