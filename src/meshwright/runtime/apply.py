@@ -166,7 +166,7 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
         among,
         stages.modes,
         stages.switches,
-        mine=None if stages.branching is None else stages.branching.mine,
+        rank_places=None if stages.branching is None else stages.branching.rank_places,
         streamed=stages.streams is not None,
     )
 

@@ -25,7 +25,7 @@ class BranchDraws:
     """
 
     def __init__(self, places: Submeshes, rank: int, shares: Shares, random: Generators) -> None:
-        self._places, self._mine, self._shares, self._random = places, places.of(rank), shares, random
+        self._places, self._rank_places, self._shares, self._random = places, places.of(rank), shares, random
         self._streams: dict[int, Any] = {}  # branch → its seed, or after its first part the state of its generators
         self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
 
@@ -36,7 +36,7 @@ class BranchDraws:
         seed = int(torch.randint(2**48, (), device="cpu"))
         torch.set_rng_state(self._begun_at)
         rows = self._shares.rows
-        branches = [b for b in self._places.branches if b in self._mine]
+        branches = [b for b in self._places.branches if b in self._rank_places]
         self._streams = {
             b: seed + 1009 * b + self._places[b].divides(rows) * self._shares.at(b).share for b in branches
         }

@@ -13,8 +13,8 @@ from meshwright.generators import state_digest
 class OwnNumbers:
     """Gives each stage of a rank a state of its own for the generators that modules hold.
 
-    So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.along``). Does nothing if
-    the rank has one stage.
+    So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.other_stage_draws``). Does
+    nothing if the rank has one stage.
     """
 
     def __init__(self, generators: Sequence[Any], stages: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ class Programs:
         among: the process groups of ranks that run one copy of the model: over its stages, and over tp.
         modes: train or eval mode of the model's modules.
         switches: settings that a person changes on modules between steps.
-        mine: numbers of the submeshes that contain this rank, if there are branches.
+        rank_places: numbers of the submeshes that contain this rank, if there are branches.
         streamed: whether this rank runs blocks on several streams.
     """
 
@@ -127,12 +127,12 @@ class Programs:
         modes: Modes,
         switches: Switches,
         *,
-        mine: frozenset[int] | None = None,
+        rank_places: frozenset[int] | None = None,
         streamed: bool = False,
     ) -> None:
         self.replanner = replanner
         self._recipe, self._stages, self._among, self._modes, self._switches = recipe, stages, among, modes, switches
-        self._mine, self._streamed = mine, streamed
+        self._rank_places, self._streamed = rank_places, streamed
         self._of_sizes = Lengths(self._between)
         self._of_paths = Recent[Program]()
         self._of_values = ByValues[Program]()
@@ -209,7 +209,7 @@ class Programs:
 
         def between(length: int) -> Program:
             resized = graph_for(length)
-            stages = {s: stage.of(resized) for s, stage in first.stages.items()}
+            stages = {s: stage.with_graph(resized) for s, stage in first.stages.items()}
             return Program(resized, first.crossing, stages, first.writes)
 
         return between
@@ -224,10 +224,10 @@ class Programs:
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
         without_values(graph)
-        placed = None if self._mine is None else (recipe.placed, recipe.places, self._mine)
+        branch_facts = () if self._rank_places is None else (recipe.placed, recipe.places, self._rank_places)
         streams = dict(recipe.streams) if self._streamed else None
         stages = {
-            s: StageProgram(graph, crossing, s, *(placed or ()), streams=streams, whole_output=whole_output)
+            s: StageProgram(graph, crossing, s, *branch_facts, streams=streams, whole_output=whole_output)
             for s in self._stages
         }
         program = Program(graph, crossing, stages, writes)
