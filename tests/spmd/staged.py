@@ -174,9 +174,8 @@ class Staged:
         pieces = list(microbatches(batch, self.microbatches))
         scale, shares = weights(pieces, self.counter, 1, among=None)
         with in_one_process(len(self.ranks)):
-            own = [
-                pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
-            ]  # models write to their inputs
+            # Copies, since models write to their inputs.
+            own = [pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks]
             steps = [
                 r.step(Pieces(own[i], scale, shares), called, output_loss, backward=backward)
                 for i, r in enumerate(self.ranks)

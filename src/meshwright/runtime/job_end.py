@@ -28,9 +28,8 @@ from meshwright.watch.first_cause import Cause, FirstCause
 from meshwright.workers.pool import LOST_PEER
 
 _SHARED: tuple[type[Exception], ...] = (CheckpointError, RowsError, UnfrozenError)  # always raised on all ranks
-_TIMED_OUT = re.compile(
-    r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE
-)  # of gloo and NCCL
+# texts of errors of gloo and NCCL
+_TIMED_OUT = re.compile(r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE)
 _MOST = 2_000  # characters of an error that are sent to other ranks: every rank prints them
 
 

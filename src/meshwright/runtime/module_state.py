@@ -29,10 +29,8 @@ from meshwright.spmd.tensor import GlobalTensor
 # Types of immutable values, which hold no tensors and need no copy.
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)  # a model may register some in its first forward, and note that it has
+# tables of hooks: a model may register some in its first forward, and note that it has
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # How many containers and plain objects deep tensors are looked for. Caches are about two deep (layers → keys and values);
 # without an end, an object that refers to half the program would be copied whole before each step.
 _DEPTH = 4

@@ -105,9 +105,8 @@ class RowTrials:
         if verdict.kind == "auto":
             return False
         if verdict.kind != tried.verdict.kind:
-            unsure = steps - (
-                steps // 2 + 1
-            )  # steps since the last trial, but for the one that the trial was run before
+            # The steps since the last trial, without the step before which that trial ran.
+            unsure = steps - (steps // 2 + 1)
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
             tried.verdict, tried.steps = Verdict(COUPLED, why), None
         elif not verdict.changes_state:

@@ -47,10 +47,8 @@ _NAME_DROP = 3.3  # from the middle of the text to its baseline
 # The mesh of the plan, between the model and its ranks:
 _PLAN_SIZE, _PLAN_LETTER = 13.5, 8.2  # font size; width of a letter
 _PLAN_HEIGHT, _PLAN_PAD = 30.0, 36.0  # height of the pill; space at both its ends together
-_PLAN_DROP, _DIVIDES_DROP = (
-    10.2,
-    21.0,
-)  # baselines of the mesh, above the middle of the fall, and of what axes do, below it
+_PLAN_DROP = 10.2  # from the baseline of the mesh down to the middle of the fall
+_DIVIDES_DROP = 21.0  # from the middle of the fall down to the baseline of the text about axes
 # The page:
 _PAGE_FOOT = 40.0  # below the last card
 _LEGEND = 16.0  # from the baseline of the legend to the bottom

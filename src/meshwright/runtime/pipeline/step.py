@@ -217,9 +217,8 @@ class Step:
         m, model, part = action.microbatch, self._stages.model, None
         with ExitStack() as stack:
             if self._programs:
-                stack.enter_context(
-                    torch.set_grad_enabled(self._grad)
-                )  # decides whether received values get a gradient
+                # This decides whether received values get a gradient.
+                stack.enter_context(torch.set_grad_enabled(self._grad))
                 part = self._part(action, flight)
                 stack.enter_context(flight.later or nullcontext())
             stack.enter_context(self._stages.view())

@@ -32,9 +32,8 @@ from meshwright.schedule import TRANSFERS, Action
 from meshwright.spmd.comm import gather_single
 from meshwright.watch.timer import CommunicationTimer
 
-LARGE = (
-    1 << 20
-)  # bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
+# bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
+LARGE = 1 << 20
 _WHICH = -1  # in place of the number of a value: a message that says which gradients exist
 
 

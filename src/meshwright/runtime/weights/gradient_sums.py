@@ -33,9 +33,8 @@ class OwnSums:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         self._all = groups
         by_fsdp = needs_fsdp(recipe)
-        self._names = [
-            line.name for line in recipe.parameters if _is_summed(line, recipe, by_fsdp)
-        ]  # on every rank alike
+        # The names are equal on every rank.
+        self._names = [line.name for line in recipe.parameters if _is_summed(line, recipe, by_fsdp)]
         held = [line for line in recipe.held_by(groups.rank) if _is_summed(line, recipe, by_fsdp)]
         self.groups = {line.name: _groups_of(line, recipe, groups, by_fsdp) for line in held}
         self._standing = Standing(model, self.groups)
