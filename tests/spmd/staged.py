@@ -33,7 +33,7 @@ from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
-from meshwright.runtime.weights.parameters import places
+from meshwright.runtime.weights.parameters import parameter_slots
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.switches import Switches
 
@@ -238,7 +238,7 @@ def _ready(step: Step, action: Any) -> bool:
 def _held_alone(model: nn.Module, recipe: Any, rank: int) -> nn.Module:
     """The model with the parameters of other ranks on meta; ties are kept."""
     made: dict[int, nn.Parameter] = {}
-    for name, module, key, p in list(places(model)):
+    for name, module, key, p in list(parameter_slots(model)):
         if not recipe.holds(recipe.by_name[name], rank):
             made.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
             setattr(module, key, made[id(p)])

@@ -17,7 +17,7 @@ from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
 from meshwright.runtime.weights.local_part import HandOver, local_part
-from meshwright.runtime.weights.parameters import StandIns, places
+from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import Parts
 from meshwright.spmd.tensor import GlobalTensor, local_of
@@ -192,7 +192,7 @@ class LocalParameters(Parts):
         """The recipe's line of a parameter; None if it is not one of the model."""
         found = self._lines.get(id(x))
         if found is None or found[0] is not x:
-            for name, _, _, p in places(self._model):
+            for name, _, _, p in parameter_slots(self._model):
                 self._lines[id(p)] = (p, self._recipe.by_name[name])
             found = self._lines.get(id(x))
         return found[1] if found is not None and found[0] is x else None

@@ -54,7 +54,7 @@ class BranchDraws:
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
-        """A context for code of a branch: random numbers are the branch's own. Afterwards the trunk's generators continue."""
+        """A context for code of a branch: its random numbers come from the branch's generators, later ones from the trunk's."""
         trunk = self._random.state(held=False)
         state = self._streams.get(place)
         if isinstance(state, int):

@@ -190,7 +190,7 @@ class Branching:
         for of_rank, tensors in zip(wanted, received, strict=True):
             for (n, start, part), g in zip(of_rank, tensors, strict=True):
                 rows_of_sum = sums[n][start : start + len(part)] if part.dim() else sums[n]
-                arrival.then.append(partial(rows_of_sum.add_, g))
+                arrival.on_arrival.append(partial(rows_of_sum.add_, g))
         if sums.keys() <= gates.keys():
             for n in sums:
                 gates[n].arrival = arrival
@@ -290,7 +290,7 @@ class Branching:
             first = joined[n] = next(iter(rows.values()))
             if len(rows) > 1:  # the rows of several shares
                 joined[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
-                arrival.then += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+                arrival.on_arrival += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
         return joined, arriving, arrival
 
     @property

@@ -1,4 +1,4 @@
-"""``OwnNumbers``: a state of the modules' random generators for each stage, if a rank has several stages."""
+"""``StageGenerators``: a state of the modules' random generators for each stage, if a rank has several stages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshwright.chance import set_state_of, state_of
 from meshwright.generators import state_digest
 
 
-class OwnNumbers:
-    """Gives each stage of a rank a state of its own for the generators that modules hold.
+class StageGenerators:
+    """Gives each stage of a rank a separate state of the generators that modules hold.
 
     So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.other_stage_draws``). Does
     nothing if the rank has one stage.

@@ -68,7 +68,7 @@ class Halves(FunctionMode):
         return func(*args, **kwargs)
 
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A custom ``autograd.Function`` is no torch function, nor is what ``torch.jit`` made."""
+        """Runs a custom ``autograd.Function`` or a scripted function: torch does not treat these as torch functions."""
         with without_modes():
             args, kwargs = self._substitute(args, kwargs)
         return apply(function, *args, **kwargs)

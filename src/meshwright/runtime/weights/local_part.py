@@ -19,6 +19,7 @@ from meshwright.runtime.weights.parameters import like, local_tensor
 from meshwright.spmd.comm import locally
 
 Take = Callable[[Tensor], None]
+"""Moves the gradient of a local part to its parameter."""
 
 
 class HandOver:
