@@ -306,12 +306,12 @@ class Watch:
             with contextlib.suppress(Exception):
                 self._board.set_reported()
             time.sleep(_GRACE)
-            self._exit()
+            self._end_process()
         with contextlib.suppress(Exception):  # the store may end with the reporter's process
             while time.monotonic() < deadline + self._gather_time and not self._board.is_reported():
                 time.sleep(_POLL)
         time.sleep(_REPORTER_FIRST)
-        self._exit()
+        self._end_process()
 
     def _whereabouts(self) -> Whereabouts:
         return whereabouts(*self._position())
@@ -350,7 +350,7 @@ class Watch:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / file).write_text(hang.full(), encoding="utf-8")
 
-    def _exit(self) -> NoReturn:
+    def _end_process(self) -> NoReturn:
         """Exits this process. Kills silent processes of this node before, which the launcher's SIGTERM may not stop."""
         for rank in self._silent(time.monotonic()):
             who = self._who.get(rank)
@@ -367,7 +367,7 @@ class Watch:
             now = time.monotonic()
             if self._alarm_at is not None:
                 if now - self._alarm_at > _LATE_GATHERS * self._gather_time + _EXIT_TIME:
-                    self._exit()
+                    self._end_process()
                 continue
             progress = self._progress()
             if progress != self._own_progress[0]:
@@ -388,12 +388,12 @@ class Watch:
         self._who = {**self._who, rank: self._process}
         if os.environ.get("LOCAL_RANK", "0") != "0":
             os.write(2, f"meshwright: {cause}; {where.collective or 'in no collective'}; {where.line}\n".encode())
-            self._exit()
+            self._end_process()
         last = self._last_beats.get(rank)
         beat = self._beat() if last is None else replace(last.beat, number=self._number)
         self._last_beats[rank] = _LastBeat(beat, now, self._own_progress[1])
         self._print(self._hang(cause, {rank: where}), f"hang-rank-{rank}.txt")
-        self._exit()
+        self._end_process()
 
 
 def _check(timeout: float) -> None:
