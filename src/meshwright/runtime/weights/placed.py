@@ -43,7 +43,7 @@ class PlacedModel:
 
     def _note(self) -> None:
         """Takes the model's current parameters, classes and forwards as the reference for later checks."""
-        self._modules = modules = list(self._model.modules())
+        self._all_modules = modules = list(self._model.modules())
         self._classes = [*map(type, modules)]
         self._forwards = self._forwards_now()
         self._children = [m._modules for m in modules]
@@ -66,7 +66,7 @@ class PlacedModel:
         same_parameters = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
             same_parameters
-            and [*map(type, self._modules)] == self._classes
+            and [*map(type, self._all_modules)] == self._classes
             and all(map(is_, self._forwards_now(), self._forwards))
             and storages_of(self._dtensors) == self._storages
         ):
@@ -80,11 +80,11 @@ class PlacedModel:
             before = self._tables_by_id.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
                 findings.extend([finding])
-        classes = {id(m): cls for m, cls in zip(self._modules, self._classes, strict=True)}
+        classes = {id(m): cls for m, cls in zip(self._all_modules, self._classes, strict=True)}
         for name, module in self._model.named_modules():
             if (cls := classes.get(id(module), type(module))) is not type(module):
                 findings.extend([_of_another_class(name, cls, type(module))])
-        forwards = {id(m): forward for m, forward in zip(self._modules, self._forwards, strict=False)}
+        forwards = {id(m): forward for m, forward in zip(self._all_modules, self._forwards, strict=False)}
         for name, module in self._model.named_modules():
             if id(module) in forwards and vars(module).get("forward") is not forwards[id(module)]:
                 findings.extend([_of_another_forward(name)])
@@ -93,11 +93,11 @@ class PlacedModel:
 
     def _forwards_now(self) -> list[object]:
         """The ``forward`` attribute of each module itself, which hides the class's; only for a model in parts."""
-        return [vars(m).get("forward") for m in self._modules] if self._recipe.in_parts else []
+        return [vars(m).get("forward") for m in self._all_modules] if self._recipe.in_parts else []
 
     def have_backward_hooks(self) -> bool:
         """Whether modules have hooks that run in a backward."""
-        return any_backward_hooks(self._modules)
+        return any_backward_hooks(self._all_modules)
 
     def _has_same_local_tensors(self) -> bool:
         """Whether local tensors, and which parameters are trained, are as at the last check."""
