@@ -160,7 +160,7 @@ class Staged:
             random = Generators(torch.device("cpu"), self.models[-1])
             again = recomputed(self.models[-1], self.recipe.recompute, random)
             calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
-            stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
+            stages = Stages(self.models[-1], self.recipe, groups, spmd=None, calls=calls)  # type: ignore[arg-type]
             programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes, stages.switches)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = (
