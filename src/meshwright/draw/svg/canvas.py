@@ -129,7 +129,7 @@ class Canvas:
         return Drawing("\n".join([head, words, f"<style>{_STYLE}</style>", *defs, *self._shapes, "</svg>", ""]))
 
 
-def wide(words: str, size: float) -> float:
+def text_width(words: str, size: float) -> float:
     """The approximate width of a text in pixels."""
     return len(words) * size * _LETTER
 
