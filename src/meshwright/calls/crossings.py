@@ -73,6 +73,6 @@ class Crossings:
         for n, t in joined.values.items():
             keep(t, n)
         for n in branch_values:
-            if (move.around, n) in self._program.lent:
-                self._exchange.lend(move.around, n, joined.values[n])
+            if (move.around, n) in self._program.kept_for_forks:
+                self._exchange.keep_for_fork(move.around, n, joined.values[n])
         values.join(move, branch_values, joined.arriving, joined.wait)

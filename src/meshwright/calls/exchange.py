@@ -46,7 +46,7 @@ class Exchange(Protocol):
     ) -> Joined:
         """Values of branches become values of the place around. ``branch_values``: those of this rank's branch."""
 
-    def lend(self, around: int, number: int, t: Tensor) -> None:
+    def keep_for_fork(self, around: int, number: int, t: Tensor) -> None:
         """Keeps a value of this rank's branch, which a later fork gives to other branches."""
 
     def take_rows(self, place: int, t: Tensor) -> Tensor:

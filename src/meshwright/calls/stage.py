@@ -67,7 +67,7 @@ class StageProgram:
         out: the values that later stages take.
         forks_and_joins: all of them, in the order of the program.
         joined: values that a join takes from branches.
-        lent: (place around, value) of values that a branch makes and a later fork gives to other branches.
+        kept_for_forks: (place around, value) of values that a branch makes and a later fork gives to other branches.
         branch_only: values of branches that only some other branches take: only the ranks of these branches get them.
         shared_draws: draws in branches from random numbers that all ranks share.
         other_stage_draws: draws of other stages from a generator from which this stage draws too.
@@ -101,7 +101,7 @@ class StageProgram:
             regions = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
             self._places, self.forks_and_joins = regions.places, regions.forks_and_joins
         self.joined = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n, _ in move.values)
-        self.lent = frozenset(
+        self.kept_for_forks = frozenset(
             (move.around, n) for move in self.forks_and_joins if isinstance(move, Fork) for n in move.homes
         )
         self.branch_only = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n in move.takers)

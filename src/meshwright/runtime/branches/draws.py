@@ -30,7 +30,7 @@ class BranchDraws:
         self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Call before a forward."""
         self._advance()
         self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, (), device="cpu"))
@@ -42,7 +42,7 @@ class BranchDraws:
         }
 
     def finish(self) -> None:
-        """The step ends."""
+        """Call at the end of a step."""
         self._advance()
         self._begun_at = None
 

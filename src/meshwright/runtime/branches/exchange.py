@@ -68,16 +68,17 @@ class Branching:
         self.running: list[int] = [0]
 
     def _line(self, around: int) -> Line:
+        """This rank's tp group in a place, among which its regions fork and join."""
         group = self.groups.meshes[around]["tp"].get_group()
         return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
-        """A forward begins, with so many rows."""
+        """Call before a forward. ``rows``: the number of its rows."""
         self._shares.rows, self._gates = rows, {}
         self._draws.begin()
 
     def finish(self) -> None:
-        """The step ends: waits for everything that was sent."""
+        """Call at the end of a step: waits for everything that was sent."""
         self._wire.finish()
         self._draws.finish()
 
@@ -96,26 +97,28 @@ class Branching:
         whole_values = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
         forked = {(n, b): whole_values[n] for n, b in pairs if n in whole_values}
-        tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
+        differentiable = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
         anchor = self._anchor() if tail is None else tail
-        if tied:
+        if differentiable:
             # This rank lacks a value that only other branches take, but takes part in the sum of its gradients, with zeros.
-            stand_ins = {n: self._zeros(n, graph) for n, _ in tied if n not in whole_values}
-            entering = [(whole_values | stand_ins)[n] for n, _ in tied]
+            stand_ins = {n: self._zeros(n, graph) for n, _ in differentiable if n not in whole_values}
+            inputs = [(whole_values | stand_ins)[n] for n, _ in differentiable]
             anchor, *out = ForkValues.apply(
-                self, move, graph, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
+                self, move, graph, tuple(differentiable), {n: gate for n, (gate, _) in gates.items()}, anchor, *inputs
             )
-            forked |= dict(zip(tied, out, strict=True))
+            forked |= dict(zip(differentiable, out, strict=True))
         return forked, anchor
 
     def _anchor(self) -> Tensor:
+        """A new anchor, for the first region of a place."""
         return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
 
     def _zeros(self, number: int, graph: ModelGraph) -> Tensor:
+        """Zeros with the shape and dtype of a value, which take no memory."""
         value = graph.values[number]
         return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
-    def lend(self, around: int, number: int, t: Tensor) -> None:
+    def keep_for_fork(self, around: int, number: int, t: Tensor) -> None:
         """See ``calls.exchange.Exchange``."""
         if t.requires_grad and torch.is_grad_enabled():
             gate = Gate()
@@ -163,7 +166,7 @@ class Branching:
         for (n, branch), g in gradients.items():
             g = g if self._shares.leads(branch, rows) else torch.zeros_like(g)
             summands[n] = g if n not in summands else summands[n] + g
-        return dict(zip(summands, self._wire.summed(move.around, list(summands.values())), strict=True))
+        return dict(zip(summands, self._wire.all_reduce(move.around, list(summands.values())), strict=True))
 
     def _send_back(
         self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
@@ -186,7 +189,7 @@ class Branching:
                 if back.receiver == line.rank:
                     wanted[back.sender].append((n, back.start, part))
         likes = [[part for _, _, part in of_rank] for of_rank in wanted]
-        received, arrival = self._wire.swapped("fork", line, sent, likes)
+        received, arrival = self._wire.all_to_all("fork", line, sent, likes)
         for of_rank, tensors in zip(wanted, received, strict=True):
             for (n, start, part), g in zip(of_rank, tensors, strict=True):
                 rows_of_sum = sums[n][start : start + len(part)] if part.dim() else sums[n]
@@ -213,10 +216,12 @@ class Branching:
             local_values = {n: as_recorded(t, graph.values[n]) for n, t in local_values.items()}
         self._check(local_values, dict(move.values), graph)
         # A value without a gradient on one device gets none here, and not zeros.
-        tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
-        entering = [local_values[n] if n in tied else local_values[n].detach() for n in local_values]
+        differentiable = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
+        inputs = [local_values[n] if n in differentiable else local_values[n].detach() for n in local_values]
         joined, arriving, arrival = self._exchange_values(move, pieces, local_values)
-        tail, *out = JoinValues.apply(self, move, joined, tuple(local_values), tied, len(anchors), *anchors, *entering)
+        tail, *out = JoinValues.apply(
+            self, move, joined, tuple(local_values), differentiable, len(anchors), *anchors, *inputs
+        )
         return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
@@ -274,7 +279,7 @@ class Branching:
         sent = [[local_values[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
         likes = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in of_rank] for of_rank in wanted]
-        received, arrival = self._wire.swapped("join", line, sent, likes)
+        received, arrival = self._wire.all_to_all("join", line, sent, likes)
         # value → first row → the tensor of this piece
         parts: dict[int, dict[int, Tensor]] = {p.number: {} for p in pieces if line.rank in (*p.owners, *p.takers)}
         wanted_pieces = [p for of_rank in wanted for p in of_rank]
