@@ -285,15 +285,15 @@ class Watch:
     def _late(self, seconds: float) -> list[int]:
         """Ranks that have neither left nor failed, and whose last heartbeat is older than ``seconds``."""
         now = time.monotonic()
-        here = [(rank, last.read_at) for rank, last in self._last_beats.items() if last.beat.state == HERE]
-        return sorted(rank for rank, read_at in here if now - read_at > seconds)
+        present = [(rank, last.read_at) for rank, last in self._last_beats.items() if last.beat.state == HERE]
+        return sorted(rank for rank, read_at in present if now - read_at > seconds)
 
     def _dead_on_this_node(self) -> list[int]:
         """Ranks of this node whose processes have ended, although they have neither left nor failed."""
         self._read_beats()
         ranks = [rank for rank, who in self._who.items() if who.node == self._process.node and who.started]
-        here = [rank for rank in sorted(ranks) if self._last_beats[rank].beat.state == HERE]
-        return [rank for rank in here if not _lives(self._who[rank])]
+        present = [rank for rank in sorted(ranks) if self._last_beats[rank].beat.state == HERE]
+        return [rank for rank in present if not _lives(self._who[rank])]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -322,8 +322,8 @@ class Watch:
         while time.monotonic() < deadline:
             self._read_beats()
             where = self._board.where()
-            here = {rank for rank, last in self._last_beats.items() if last.beat.state == HERE}
-            if not here - set(where) - set(self._silent(time.monotonic())):
+            present = {rank for rank, last in self._last_beats.items() if last.beat.state == HERE}
+            if not present - set(where) - set(self._silent(time.monotonic())):
                 break
             time.sleep(_POLL)
         return self._hang(cause, where)
