@@ -232,7 +232,7 @@ def _break(path: Path, holder: Holder | None, text: str) -> None:
 
 @contextmanager
 def _exclusive(path: Path, patience: float = 0.0) -> Iterator[bool]:
-    """In its block, no other process removes the file of this name.
+    """A context in which no other process removes the file of this name.
 
     Yields False if another process has this right for more than ``patience`` seconds, or if the file does not exist. Without
     it, a process that saw a dead holder a moment ago could remove the lock of a process that has taken over since.

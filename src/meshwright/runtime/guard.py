@@ -175,7 +175,7 @@ class Guard:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the forwards and backwards of a step that is compared: records what the step does.
+        """A context for the forwards and backwards of a step that is compared: records what the step does.
 
         Raises:
             ReplicaError: ranks of a tp group enter different collectives. On all ranks of this group.

@@ -52,7 +52,7 @@ class JobEnd:
 
     @contextmanager
     def within(self, step: int, *alike: type[Exception]) -> Iterator[None]:
-        """Around code that needs all ranks: an error on this rank ends the job on all ranks.
+        """A context for code that needs all ranks: an error on this rank ends the job on all ranks.
 
         Args:
             step: as errors call it.

@@ -70,8 +70,8 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within the block the modules have the state of the snapshot, in new copies of its tensors; after it they have
-        again the state of before."""
+        """A context in which modules have the state of the snapshot, in new copies of its tensors. Afterwards they have their
+        earlier state again."""
         before = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [_Written.of(p.parameter) for p in self._parameters]

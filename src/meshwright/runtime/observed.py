@@ -136,7 +136,7 @@ class Observer:
 
     @contextmanager
     def following(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Within the block the steps of these optimizers are recorded as phases."""
+        """A context in which the steps of these optimizers are recorded as phases."""
         began: list[Moment] = []
 
         def before(*_: Any) -> None:

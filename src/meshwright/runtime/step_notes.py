@@ -50,7 +50,7 @@ class StepNotes:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the forwards and backwards of a step: records inputs and outputs of blocks; the ranks of a tp group
+        """A context for the forwards and backwards of a step: records inputs and outputs of blocks; the ranks of a tp group
         compare which collective they enter.
 
         Args:

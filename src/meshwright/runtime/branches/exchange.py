@@ -327,7 +327,7 @@ class Branching:
 
     @contextmanager
     def in_trial(self) -> Iterator[None]:
-        """While on, values may have a wider dtype than the recorded one, as in a trial (runtime/coupling/float64.py)."""
+        """A context for a trial, in which values may have a wider dtype than was recorded (runtime/coupling/float64.py)."""
         self._in_trial = True
         try:
             yield

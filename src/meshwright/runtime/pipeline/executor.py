@@ -88,7 +88,7 @@ class Executor:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Its block runs a trial, whose forwards may compute in a wider type than was recorded (runtime/coupling/float64.py).
+        """A context for a trial, whose forwards may compute in a wider type than was recorded (runtime/coupling/float64.py).
 
         Values that are sent between stages are cast to the recorded type.
         """

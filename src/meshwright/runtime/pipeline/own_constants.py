@@ -16,7 +16,7 @@ from meshwright.runtime.module_state import content_of, fill
 
 @contextmanager
 def other_stages_state_kept(model: nn.Module, program: StageProgram) -> Iterator[None]:
-    """In its block, a forward of one stage. Afterwards, attributes that other stages change have their values from before.
+    """A context for a forward of one stage. Afterwards, attributes that other stages change have their values from before.
 
     A stage follows the whole forward, so it may also run code that changes attributes on behalf of other stages.
     """
@@ -49,8 +49,10 @@ class StageConstants:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """In its block, a forward, the attributes have the values of this stage. The new values stay in the model afterwards;
-        all stages leave equal ones."""
+        """A context for a forward of a stage: the attributes have the values of this stage.
+
+        The new values stay in the model afterwards; all stages leave equal ones.
+        """
         for content in self._contents[stage]:
             content.restore(self._model)
         yield

@@ -24,7 +24,7 @@ class StageGenerators:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """In its block, a forward, the generators have the state of this stage."""
+        """A context for a forward of a stage: the generators have the state of this stage."""
         for generator, state in zip(self._generators, self._states[stage], strict=True):
             set_state_of(generator, state)
         yield

@@ -98,7 +98,7 @@ class Stages:
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
-        """Its block runs an action. Measures the time of the action, and tells the observer."""
+        """A context for an action. Measures the time of the action, and tells the observer."""
         start, bytes_before = time.perf_counter(), self.traffic.bytes
         with nullcontext() if self.observer is None else self.observer.doing(action):
             yield
@@ -112,7 +112,7 @@ class Stages:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Its block runs forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
+        """A context for forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
         type than steps (runtime/coupling/float64.py)."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers:

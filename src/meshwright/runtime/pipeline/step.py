@@ -194,7 +194,7 @@ class Step:
 
     @contextmanager
     def _beginning(self, action: Action) -> Iterator[None]:
-        """In its block, a forward, modules begin with the state of ``begin``.
+        """A context for a forward, at whose begin modules have the state of ``begin``.
 
         The state that the first microbatch leaves stays in the modules. It is also stored if the model uses checkpoints
         (recompute), since a backward of a later microbatch must begin with it.

@@ -199,8 +199,8 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 @contextmanager
 def _hooks_without_modes(module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> Iterator[None]:
-    """Inside the ``with``, FSDP2 registers its hooks; afterwards they are wrapped to run on local tensors, with modes off: they
-    make parameters and walk the autograd graph.
+    """A context in which FSDP2 registers its hooks. Afterwards the hooks are wrapped to run on local tensors, with modes off:
+    they make parameters and walk the autograd graph.
 
     There is no public way to order a hook against a function mode. FSDP2's hooks are those that are new after the ``with``.
     """
@@ -258,9 +258,9 @@ def _locally(
                 new = [t.to(low) if low is not None and t.is_floating_point() else t for t in plain]
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return None if after else subject
-        back = iter(zip(tensors, new, strict=True))
+        before_and_now = iter(zip(tensors, new, strict=True))
         note = note_replaced if after else note_replaced_within
-        return put_tensors(lambda t: t if isinstance(t, _SKIPPED) else _as_before(*next(back), note), subject)
+        return put_tensors(lambda t: t if isinstance(t, _SKIPPED) else _as_before(*next(before_and_now), note), subject)
 
     return run
 

@@ -54,7 +54,7 @@ class Halves(FunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Wraps a forward, or a backward that recomputes parts of one."""
+        """A context for a forward, or for a backward that recomputes parts of one."""
         try:
             with self, custom_functions(self._custom), scripted_functions(self._custom):
                 yield

@@ -54,8 +54,8 @@ class HandOver:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps a backward without ``create_graph`` during which nobody reads the parameters' gradients: they are moved at its
-        end."""
+        """A context for a backward without ``create_graph`` during which nobody reads gradients of parameters. Its end moves
+        them."""
         self._waiting = waiting = list[tuple[Take, Tensor]]()
         try:
             yield

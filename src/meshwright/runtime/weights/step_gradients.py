@@ -95,8 +95,8 @@ class StepGradients:
 
     @contextmanager
     def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
-        """Wraps a step. Collective at its end, unless the step raises: then this rank's gradients are added to the earlier ones
-        as they are.
+        """A context for a step. Collective at its end, unless the step raises: then this rank's gradients are added to the
+        earlier ones as they are.
 
         Args:
             copies: how many data ranks run the same rows.
