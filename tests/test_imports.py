@@ -42,11 +42,12 @@ LADDER = (
     "api",
     "cli __main__",
 )
+# imports within Job.save, Job.load, Job.shard_map, Job.report and Job.observe, when they are called
 FACADES = {
     ("runtime.checkpoints", "checkpoint"),
     ("runtime.job", "draw"),
     ("runtime.observed", "draw"),
-}  # Job.save, Job.load, Job.shard_map, Job.report and Job.observe: when they are called
+}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

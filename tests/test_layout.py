@@ -203,12 +203,8 @@ def test_a_cut_follows_through_dims_of_size_one(shaped: tuple[list[int], Shard],
     [
         (even_shard(2, 12, 2), (2, 5, 12), (2, 5, 6, 2), even_shard(2, 6, 2)),  # to heads
         (even_shard(2, 6, 2), (2, 5, 6, 2), (2, 5, 12), even_shard(2, 12, 2)),  # and back
-        (
-            even_shard(2, [12, 12, 12], 2),
-            (2, 5, 36),
-            (2, 5, 3, 6, 2),
-            even_shard(3, 6, 2),
-        ),  # fused QKV: each block's heads
+        # fused QKV: each block's heads
+        (even_shard(2, [12, 12, 12], 2), (2, 5, 36), (2, 5, 3, 6, 2), even_shard(3, 6, 2)),
         (even_shard(0, 4, 2), (4, 5), (20,), even_shard(0, 20, 2)),  # rows, flattened
         (even_shard(1, 4, 2), (3, 4), (12,), Shard(0, ((2, 2),) * 3)),  # columns, flattened: a block a row
         (even_shard(2, 12, 2), (2, 5, 12), (2, 5, 3, 4), None),  # heads would be broken

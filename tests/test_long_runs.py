@@ -65,9 +65,8 @@ def alive_after_each_step(name: str, plan: str, steps: int) -> list[tuple[int, i
 def test_no_tensor_of_a_step_outlives_the_next(name: str, plan: str, workers: LocalWorkers) -> None:
     for counts in workers.run(alive_after_each_step, name, plan, 12, ranks=2):
         assert not any(grew(counts[1], later) for later in counts[2:]), counts
-        recorded = (
-            plan == "pp=2" and name == "in_place"
-        )  # tensors that it makes and writes to, in the recorded forwards
+        # The recorded forwards hold tensors that this model makes and writes to.
+        recorded = plan == "pp=2" and name == "in_place"
         assert name == "stash" or recorded or counts[-1] == (0, 0), "only what a model keeps itself"
 
 

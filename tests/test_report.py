@@ -247,9 +247,8 @@ def test_a_function_that_runs_whole_is_told_with_its_line() -> None:
 def test_a_plan_alone_tells_what_units_gather_and_stages_hand_on() -> None:
     facts = communication(make_recipe(Tower, PLAN, tokens(), loss))
     blocks = next(one for one in facts.exchanges if one.module == "blocks.{0…7}")
-    per_block = (
-        2 * WIDE + WIDE * WIDE + WIDE + WIDE * WIDE + WIDE
-    )  # norm; half of up and its bias; half of down; its bias
+    norm, half_of_up, half_of_down = 2 * WIDE, WIDE * WIDE + WIDE, WIDE * WIDE + WIDE  # each with its bias
+    per_block = norm + half_of_up + half_of_down
     assert (blocks.axis, blocks.bytes) == ("dp_shard", 8 * 4 * per_block)
     assert [one.module for one in facts.exchanges if one.axis == "pp"] == ["stage 0"]
 

@@ -18,9 +18,8 @@ class Modes:
     """Reads the modes of the modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(
-            model.named_modules()
-        )  # listed once: to walk over a model takes longer than to look at each module
+        # Listed once: to walk over a model takes longer than to look at each module.
+        self._modules = list(model.named_modules())
 
     def now(self) -> Evaluating:
         """The modules that are in evaluation mode."""

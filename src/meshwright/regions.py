@@ -18,7 +18,8 @@ An event that is in no module of a branch can still belong to the branch. It doe
 before its join: a plain function without parameters, between the modules of a branch or after them. It also does if it takes
 values of several branches, and only this branch takes its result: so two tracks that exchange values send them to each other
 and to nobody else. If such an event draws random numbers, they are the trunk's, as on one device, and ranks of other branches
-draw as many (``StageProgram.drawn``). If the number of draws depends on values, which other ranks lack, it stays on the trunk.
+draw as many (``StageProgram.shared_draws``). If the number of draws depends on values, which other ranks lack, the event
+stays on the trunk.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def other(tmp_path):
 def left_by(folder, **facts):
     """A lock of a process that does not count in it."""
     folder.mkdir(exist_ok=True)
-    holder = replace(Holder.here(), **facts)
+    holder = replace(Holder.this_process(), **facts)
     (folder / LOCK).write_bytes(locks._text(holder, 3))
     return holder
 
@@ -134,7 +134,7 @@ def test_a_lock_that_another_looks_at_is_released(tmp_path):
 
 def test_of_many_that_find_a_dead_holder_one_holds_the_folder(tmp_path, monkeypatch):
     """Each in a thread that takes itself for a process of its own."""
-    monkeypatch.setattr(Holder, "is_here", property(lambda self: False))
+    monkeypatch.setattr(Holder, "is_this_process", property(lambda self: False))
     monkeypatch.setattr(Holder, "lives", lambda self: self.key != "dead")
     left_by(tmp_path, key="dead")
     holding, most, errors, start = [], [], [], threading.Barrier(8)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.checkpoint.tensorfiles import Entry, open_folder, write_file
+from meshwright.checkpoint.tensorfiles import TensorSpec, open_folder, write_file
 from meshwright.checkpoint.unread import InMemory, LazyTensor, read_slices
 from meshwright.errors import PlanError
 from meshwright.recipe import take_slices
@@ -154,8 +154,8 @@ def test_a_model_of_one_s_own_with_buffers_and_a_prefix(prefix, tmp_path):
     model = Normed()
     model(torch.randn(4, 6))
     state = {prefix + k: v for k, v in model.state_dict().items()}
-    entries = [Entry(k, tuple(v.shape), v.dtype) for k, v in state.items()]
-    write_file(tmp_path / "any.safetensors", entries, lambda e: state[e.name])
+    specs = [TensorSpec(k, tuple(v.shape), v.dtype) for k, v in state.items()]
+    write_file(tmp_path / "any.safetensors", specs, lambda e: state[e.name])
     job = mw.parallelize(Normed, "dp_shard=1", batch={"x": torch.randn(4, 6)})
     job.load_pretrained(tmp_path)
     same(job.full_state_dict(), model.state_dict())
@@ -181,8 +181,8 @@ def test_every_problem_is_told_at_once_and_nothing_is_changed(tmp_path):
     state["transformer.wpe.weight"] = state["transformer.wpe.weight"][:4].contiguous()
     state["transformer.ln_f.weight"] = state["transformer.ln_f.weight"].to(torch.int8)
     state["transformer.h.0.stranger"] = torch.ones(2)
-    entries = [Entry(k, tuple(v.shape), v.dtype) for k, v in state.items()]
-    write_file(tmp_path / "model.safetensors", entries, lambda e: state[e.name])
+    specs = [TensorSpec(k, tuple(v.shape), v.dtype) for k, v in state.items()]
+    write_file(tmp_path / "model.safetensors", specs, lambda e: state[e.name])
     error = refused(tmp_path)
     assert {f.where for f in error.findings} == {
         "transformer.wpe.weight",
@@ -271,8 +271,8 @@ def grown(folder):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory as Linux tells it")
 def test_a_rank_needs_no_more_than_its_share_and_one_tensor(workers, tmp_path):
     tensor = 4 * 1024 * 4096
-    entries = [Entry(f"layers.{i}.weight", (4096, 1024), torch.float32) for i in range(8)]
-    write_file(tmp_path / "model.safetensors", entries, lambda e: torch.randn(e.shape))
+    specs = [TensorSpec(f"layers.{i}.weight", (4096, 1024), torch.float32) for i in range(8)]
+    write_file(tmp_path / "model.safetensors", specs, lambda e: torch.randn(e.shape))
     most = workers.run(grown, tmp_path, ranks=4)
     assert max(most) < tensor
 
@@ -312,12 +312,12 @@ def test_what_is_written_safetensors_reads(tmp_path):
         "flags": torch.tensor([True, False, True]), "count": torch.tensor([2**40]), "ünder.score": torch.randn(7, 1).T,
         "double": torch.randn(1, dtype=torch.float64), "eight": torch.randn(3).to(torch.float8_e4m3fn),
     }  # fmt: skip
-    entries = [Entry(k, tuple(v.shape), v.dtype) for k, v in values.items()]
-    write_file(tmp_path / "a.safetensors", entries, lambda e: values[e.name])
+    specs = [TensorSpec(k, tuple(v.shape), v.dtype) for k, v in values.items()]
+    write_file(tmp_path / "a.safetensors", specs, lambda e: values[e.name])
     found = load_file(tmp_path / "a.safetensors")
     assert set(found) == set(values)
     for name, value in values.items():
         assert found[name].dtype == value.dtype and found[name].shape == value.shape
         assert torch.equal(found[name].float(), value.float())
     with pytest.raises(ValueError, match="not torch"):
-        write_file(tmp_path / "b.safetensors", entries, lambda e: values[e.name].double())
+        write_file(tmp_path / "b.safetensors", specs, lambda e: values[e.name].double())

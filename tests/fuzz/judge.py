@@ -286,9 +286,8 @@ def judge(run: Run, workers: LocalWorkers, timeout: float = TIMEOUT) -> Verdict:
     try:
         found = workers.run(judged, run, timeout - 1, ranks=ranks, timeout=timeout)
     except WorkerError as error:
-        told = (
-            "cannot be made again: it differentiates" in error.reason
-        )  # a limit of torch's, with what the plan should say
+        # A limit of torch's, whose error says what to write in the plan.
+        told = "cannot be made again: it differentiates" in error.reason
         return Verdict(REFUSED if told else ERROR, _sort(error), f"{error.reason}\n{_short(error.details)}")
     order = (WRONG, REFUSED, SKIPPED, RIGHT)
     return min(found, key=lambda v: order.index(v.kind))

@@ -65,9 +65,8 @@ class Class:
 
     def source(self) -> str:
         used = "\n".join([*(line for s in self.body for line in s.lines()), self.result])
-        for m in reversed(
-            self.members
-        ):  # what a member mentions (a function that is closed over a parameter) is used, too
+        # What a used member mentions is used, too: a parameter that a function is closed over.
+        for m in reversed(self.members):
             used += f"\n{m.text.partition('=')[2]}" if m.name and re.search(rf"\bself\.{m.name}\b", used) else ""
         kept = [m for m in self.members if m.name == "" or re.search(rf"\bself\.{m.name}\b", used)]
         names = {m.name for m in kept}

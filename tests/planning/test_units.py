@@ -247,9 +247,8 @@ class CallsTwice(nn.Module):
     def forward(self, x):
         first, second = self.blocks
         y = first(x, True) + first(x, False) + second(x, False) + second(x, True)
-        return (
-            y.square().mean() if bool(y.sum() < 1e9) else y.sum()
-        )  # ranks may go different ways, so that all reduce alike
+        # The path depends on values, so ranks may take different paths; all must reduce alike.
+        return y.square().mean() if bool(y.sum() < 1e9) else y.sum()
 
 
 def test_a_gradient_of_one_of_several_calls_of_a_unit_stays(workers):

@@ -214,9 +214,8 @@ def test_what_a_job_adds_to_an_operation_is_not_on_one_device() -> None:
         for added in (0.0, 1.0)
     )
     more = {w.name: slowed[w.name].seconds - w.seconds for w in plain.ways}
-    assert more == pytest.approx(
-        {ONE: 0, DATA: 6, TENSOR: 6, GIVEN: 3, BEST: 3}
-    )  # two linears and a ReLU in each branch
+    # Each branch has two linears and a ReLU.
+    assert more == pytest.approx({ONE: 0, DATA: 6, TENSOR: 6, GIVEN: 3, BEST: 3})
 
 
 def test_measured_tables_count_instead_of_predictions() -> None:

@@ -122,9 +122,8 @@ def test_what_a_step_does_is_what_the_rank_of_a_run_does():
     groups = {event.ranks for event in trace.events if isinstance(event, Collective)}
     assert {(1, 3, 5, 7), (4, 5)} <= groups
     products = sum(event.flops for event in trace.events if isinstance(event, Op) and event.kind == "matmul")
-    parameters = 128 * 512 + 4 * (
-        8 * 128 * 128
-    )  # of matrices; two steps of 16 / 4 rows of 64 tokens, half of each matrix
+    # Parameters of matrices. A step has 16 / 4 rows of 64 tokens on this rank, and half of each matrix.
+    parameters = 128 * 512 + 4 * (8 * 128 * 128)
     assert products == 2 * 6 * parameters // 2 * (16 // 4 * 64)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.private import TorchDispatchMode
 from meshwright.runtime.rows.microbatches import rows_of_rank
-from meshwright.runtime.weights.gradient_sums import OwnSums
+from meshwright.runtime.weights.gradient_sums import GradientSums
 from meshwright.workers.pool import LocalWorkers
 
 X = torch.arange(24.0).view(8, 3) / 24 - 0.4
@@ -56,14 +56,14 @@ def _step(plan: Any) -> tuple[dict[str, Tensor], list[int], set[str]]:
     rows, counted = rows_of_rank((X.double(),), job.recipe, job.rank), _Counted()
     job.step(rows)
     job.module.zero_grad()
-    summed = OwnSums.sum
+    summed = GradientSums.sum
 
-    def counting(sums: OwnSums) -> None:
+    def counting(sums: GradientSums) -> None:
         with counted:
             summed(sums)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OwnSums, "sum", counting)
+        patch.setattr(GradientSums, "sum", counting)
         job.step(rows)
     found = {line.name: value for line, value in job.whole_gradients() if value is not None}
     return found, counted.sizes, {name for name, p in job.named_parameters() if p.grad is None}

@@ -33,7 +33,7 @@ from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
-from meshwright.runtime.weights.parameters import places
+from meshwright.runtime.weights.parameters import parameter_slots
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.switches import Switches
 
@@ -160,7 +160,7 @@ class Staged:
             random = Generators(torch.device("cpu"), self.models[-1])
             again = recomputed(self.models[-1], self.recipe.recompute, random)
             calls = ModuleCalls(self.models[-1], followed=True, recomputed=again)
-            stages = Stages(self.models[-1], self.recipe, groups, view=None, calls=calls)  # type: ignore[arg-type]
+            stages = Stages(self.models[-1], self.recipe, groups, spmd=None, calls=calls)  # type: ignore[arg-type]
             programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes, stages.switches)
             self.ranks.append(Executor(stages, programs, output_loss))
         self.counter = (
@@ -174,9 +174,8 @@ class Staged:
         pieces = list(microbatches(batch, self.microbatches))
         scale, shares = weights(pieces, self.counter, 1, among=None)
         with in_one_process(len(self.ranks)):
-            own = [
-                pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks
-            ]  # models write to their inputs
+            # Copies, since models write to their inputs.
+            own = [pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks]
             steps = [
                 r.step(Pieces(own[i], scale, shares), called, output_loss, backward=backward)
                 for i, r in enumerate(self.ranks)
@@ -239,7 +238,7 @@ def _ready(step: Step, action: Any) -> bool:
 def _held_alone(model: nn.Module, recipe: Any, rank: int) -> nn.Module:
     """The model with the parameters of other ranks on meta; ties are kept."""
     made: dict[int, nn.Parameter] = {}
-    for name, module, key, p in list(places(model)):
+    for name, module, key, p in list(parameter_slots(model)):
         if not recipe.holds(recipe.by_name[name], rank):
             made.setdefault(id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
             setattr(module, key, made[id(p)])

@@ -104,9 +104,8 @@ def both(function: Callable[[Tensor], Any], shape: tuple[int, ...], layout: Layo
         assert mine.grad is not None and leaf.grad is not None
         torch.testing.assert_close(mine.grad if isinstance(layout, Shard) else mine.grad * ranks, leaf.grad)
 
-    with SpmdMode(
-        Dispatcher(base, base.ledger), lambda p: None
-    ).on():  # what goes round torch functions, for all threads
+    # The patches of code that bypasses torch functions are on for all threads.
+    with SpmdMode(Dispatcher(base, base.ledger), lambda p: None).on():
         on_ranks(ranks, on_one)
 
 

@@ -47,9 +47,8 @@ SETS = {
     "spmd/patches.py": "torch",
 }
 
-COUNTS = [
-    "workers/worker.py: dist.distributed_c10d._world.group_count"
-]  # a worker counts its groups on: a number, no part
+# a worker goes on counting its groups: it sets a number, and patches no part of torch
+COUNTS = ["workers/worker.py: dist.distributed_c10d._world.group_count"]
 
 
 def state_of_torch() -> dict[str, Any]:

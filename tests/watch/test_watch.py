@@ -210,7 +210,7 @@ def test_ranks_are_spelled_in_runs() -> None:
 def test_one_alarm_stands_whoever_else_raises_one() -> None:
     store = dist.HashStore()
     first, second = (Board(store, "a", rank, 2) for rank in range(2))
-    assert first.alarm() is None and not first.told()
+    assert first.alarm() is None and not first.is_reported()
     assert second.raise_alarm("slow") == first.raise_alarm("other") == first.alarm() == Alarm(1, "slow")
     assert Board(store, "b", 0, 2).alarm() is None, "another watch is not this one"
 
@@ -220,7 +220,7 @@ def test_what_is_posted_is_read_also_while_others_have_not_come() -> None:
     board = Board(store, "a", 1, 3)
     beat, where, who = Beat(4, 7, "1F2", 9), inside("all_reduce", 0, 1), Who("h", "h/0", 12, "99")
     board.post(beat)
-    board.tell(where)
+    board.post_location(where)
     board.introduce(who)
     reader = Board(store, "a", 0, 3)
     assert (reader.beats([0, 1, 2]), reader.where(), reader.who()) == ({1: beat}, {1: where}, {1: who})

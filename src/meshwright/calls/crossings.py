@@ -28,7 +28,7 @@ class Crossings:
 
     def __init__(self, program: StageProgram, values: StageValues, exchange: Exchange | None) -> None:
         self._program, self._graph, self._values, self._exchange = program, program.graph, values, exchange
-        self._moves = [m for m in program.forks_and_joins if m.around in program.mine]
+        self._moves = [m for m in program.forks_and_joins if m.around in program.rank_places]
         self._anchors: dict[int, list[Tensor]] = {}
         self._tails: dict[int, Tensor] = {}
 
@@ -40,7 +40,7 @@ class Crossings:
         """Performs the next fork or join.
 
         Args:
-            keep: (tensor, number): from now on the tensor stands for this value.
+            keep: (tensor, number): from now on the tensor stands for the value with this number.
         """
         move = self._moves.pop(0)
         if isinstance(move, Fork):
@@ -51,21 +51,21 @@ class Crossings:
     def _fork(self, move: Fork) -> None:
         """Gives branches their tensors for the values of a fork, and notes the anchor for the join."""
         assert self._exchange is not None
-        apart = self._program.apart  # values that only some branches take are on their ranks alone
-        tensors = {  # the memory of a value that is still on its way may be filled later
-            n: self._values.inside(n, self._values.of_branch(n, move.around)[0])
-            for n in move.values if n in self._values or n not in apart
-        }  # fmt: skip
+        # A value that only some branches take is on the ranks of these branches alone.
+        numbers = [n for n in move.values if n in self._values or n not in self._program.branch_only]
+        # The memory of a value that is still on its way may be filled later.
+        tensors = {n: self._values.required(n, self._values.branch_tensor(n, move.around)[0]) for n in numbers}
         branch_inputs, anchor = self._exchange.fork(move, tensors, self._graph, self._tails.get(move.around))
         self._anchors.setdefault(move.around, []).append(anchor)
         for n, takers in move.takers.items():
-            self._values.fork(n, takers & self._program.mine, branch_inputs)
+            self._values.fork(n, takers & self._program.rank_places, branch_inputs)
 
     def _join(self, move: Join, keep: Callable[[Tensor, int], None]) -> None:
-        """Makes values of branches values of the place around, and lends those that a later fork needs."""
+        """Makes values of branches values of the place around, and keeps those that a later fork gives to other branches."""
         assert self._exchange is not None
         values = self._values
-        branch_values = {n: values.inside(n, values.taken(n, b)) for n, b in move.values if b in self._program.mine}
+        numbers = [(n, branch) for n, branch in move.values if branch in self._program.rank_places]
+        branch_values = {n: values.required(n, values.awaited_branch_tensor(n, branch)) for n, branch in numbers}
         tail = self._tails.get(move.around)
         anchors = self._anchors.pop(move.around, []) or ([] if tail is None else [tail])
         joined = self._exchange.join(move, branch_values, self._graph, anchors)
@@ -73,6 +73,6 @@ class Crossings:
         for n, t in joined.values.items():
             keep(t, n)
         for n in branch_values:
-            if (move.around, n) in self._program.lent:
-                self._exchange.lend(move.around, n, joined.values[n])
+            if (move.around, n) in self._program.kept_for_forks:
+                self._exchange.keep_for_fork(move.around, n, joined.values[n])
         values.join(move, branch_values, joined.arriving, joined.wait)

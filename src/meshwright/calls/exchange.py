@@ -1,4 +1,4 @@
-"""What a stage needs from the runtime: ``Exchange`` forks and joins branches, ``Streams`` runs blocks concurrently."""
+"""The interface from a stage to the runtime: ``Exchange`` forks and joins branches, ``Streams`` runs blocks concurrently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.regions import Fork, Join
 
 
 def _at_once() -> None:
-    """The ``wait`` of a join whose values are all there."""
+    """The ``wait`` of a join all of whose values have arrived."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ class Exchange(Protocol):
     ) -> Joined:
         """Values of branches become values of the place around. ``branch_values``: those of this rank's branch."""
 
-    def lend(self, around: int, number: int, t: Tensor) -> None:
+    def keep_for_fork(self, around: int, number: int, t: Tensor) -> None:
         """Keeps a value of this rank's branch, which a later fork gives to other branches."""
 
-    def share(self, place: int, t: Tensor) -> Tensor:
+    def take_rows(self, place: int, t: Tensor) -> Tensor:
         """The rows of a tensor that this rank runs in a place."""
 
-    def portion(self, place: int) -> tuple[int, int]:
+    def row_counts(self, place: int) -> tuple[int, int]:
         """(number of all rows, number of rows that this rank runs in a place)."""
 
     def inside(self, place: int) -> AbstractContextManager[None]:
         """A context in which code of a branch runs, with the random numbers of the branch."""
 
-    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+    def padded(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """A tensor with the shape and strides of ``like``: this rank's rows at their position, zeros for all other rows."""
 
-    def stand_in(self, like: Tensor) -> Tensor:
+    def ones_like(self, like: Tensor) -> Tensor:
         """Ones of the shape of ``like``, for a value that this rank does not need."""
 
 

@@ -145,7 +145,7 @@ class ModuleCalls:
 
     @contextmanager
     def following(self, tracer: CallTracer) -> Iterator[None]:
-        """While on, ``tracer`` follows the forward that runs."""
+        """A context in which ``tracer`` follows the forward that runs."""
         before, self.tracer = self.tracer, tracer
         try:
             with tracer.on():
@@ -155,7 +155,7 @@ class ModuleCalls:
 
     @contextmanager
     def cutting(self, cut: Cut) -> Iterator[None]:
-        """While on, ``cut`` shards the inputs of blocks."""
+        """A context in which ``cut`` shards the inputs of blocks."""
         before, self.cut = self.cut, cut
         try:
             yield
@@ -165,7 +165,7 @@ class ModuleCalls:
 
 @contextmanager
 def wrapped(model: nn.Module, *, followed: bool = False, blocks: Collection[str] = ()) -> Iterator[ModuleCalls]:
-    """Wraps a model's module calls within the block; afterwards the model is as before."""
+    """A context in which a model's module calls are wrapped. Afterwards the model is as before."""
     before = {m: vars(m).get("forward") for m in model.modules()}
     try:
         yield ModuleCalls(model, followed=followed, blocks=blocks)
@@ -179,6 +179,6 @@ def wrapped(model: nn.Module, *, followed: bool = False, blocks: Collection[str]
 
 @contextmanager
 def following(model: nn.Module, tracer: CallTracer) -> Iterator[None]:
-    """``tracer`` follows one forward within the block; afterwards the model is as before."""
+    """A context in which ``tracer`` follows one forward. Afterwards the model is as before."""
     with wrapped(model, followed=True) as calls, calls.following(tracer):
         yield

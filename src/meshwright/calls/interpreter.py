@@ -1,7 +1,7 @@
 """``StageInterpreter``: runs the model's own forward, of which this rank executes one stage: the trunk and its own branches.
 
 Each call of a module runs, is a stub, or is open (calls/stage.py). A value of another stage or branch is the tensor that was
-received, if something on this rank takes it; else a ``RemoteTensor`` with shape and dtype, which raises an error if it is read.
+received, if something on this rank uses it; else a ``RemoteTensor`` with shape and dtype, which raises an error if it is read.
 The forward stops as soon as everything exists that other stages take from this one. Forks and joins (regions.py) are performed
 in the order of the program, on every rank of the place around them.
 """
@@ -104,18 +104,18 @@ class StageInterpreter(Tracer):
             self._replacements[id(now)] = now
 
     def keep(self, t: Tensor, number: int) -> None:
-        """From now on ``t`` stands for a value."""
+        """From now on ``t`` stands for the value ``number``."""
         self.name_value(t, number)
         self._values[number] = t
 
     def _record_value(self, t: Tensor, number: int | None, since: int, place: int = 0) -> None:
-        """Enters a result of this stage, in a place. A value from before position ``since`` is only marked: it was taken."""
+        """Adds a result of this stage, in a place. A value from before position ``since`` is only marked: it is an input."""
         if number is None or isinstance(t, (nn.Parameter, Placeholder)):
             return
         self.name_value(t, number)
         if self.graph.values[number].position < since:
             return
-        self._values.enter(number, t, place)
+        self._values.add(number, t, place)
 
     def _stop_if_done(self) -> None:
         """Called between calls and events, when the hooks of the last call have run. Within an FSDP unit they have not."""
@@ -127,7 +127,7 @@ class StageInterpreter(Tracer):
         number = self.number(t)
         if number is None or id(t) in self._replacements:
             return t
-        in_branch = self._values.taken(number, place)
+        in_branch = self._values.awaited_branch_tensor(number, place)
         return self._values.get(number, t) if in_branch is None else in_branch
 
     def wait_for(self, number: int) -> None:
@@ -150,7 +150,7 @@ class StageInterpreter(Tracer):
             self.closed -= 1
 
     def _stand_in(self, number: int, like: Tensor) -> Tensor:
-        """This rank's tensor for a value; a ``RemoteTensor`` if it has none. ``like``: the recorded tensor."""
+        """This rank's tensor for a value; a ``RemoteTensor`` if this rank has none. ``like``: the recorded tensor."""
         if number not in self._values:
             return RemoteTensor(self.graph.like(number, like), self, number, self.device)
         return self._values[number]
@@ -163,16 +163,16 @@ class StageInterpreter(Tracer):
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
-        treated = self.program.treated.get(path, OPEN)
+        treatment = self.program.treatments.get(path, OPEN)
         if path == ROOT:
-            return self._root(forward.run, args, kwargs)
+            return self._run_root(forward.run, args, kwargs)
         self._stop_if_done()
-        if treated == OPEN:
+        if treatment == OPEN:
             return self._open_call(path, forward, args, kwargs)
         call = self.graph.calls[path]
         self._advance_to(call.stop - 1)
-        self._values.come_past(call.stop - 1)  # (the forward does not stop within the call)
-        if treated == STUB:
+        self._values.note_passed(call.stop - 1)  # (the forward does not stop within the call)
+        if treatment == STUB:
             return stub(call, args, kwargs, self._stand_in, self.name_value)
         return self._run_call(path, call, forward, args, kwargs)
 
@@ -196,7 +196,7 @@ class StageInterpreter(Tracer):
         place = self.program.place(call.start)
         model_args = args, kwargs
         args, kwargs = map_tensors(lambda t: self._tensor_of(t, place), model_args)
-        self._values.taken_by(call, place)
+        self._values.wait_for_inputs(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
             stream, first_use = self.program.streamed[path]
@@ -205,13 +205,13 @@ class StageInterpreter(Tracer):
             return stub(call, *model_args, self._stand_in, self.name_value)
         try:
             run = forward.run
-            result = run(*args, **kwargs) if not place else self._in_branch(place, run, args, kwargs)
+            result = run(*args, **kwargs) if not place else self._run_in_branch(place, run, args, kwargs)
         finally:
             self.closed -= 1
         return self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs), place)
 
     def _record_appended(self, call: Call, lists: list[list[Any]], lengths: list[int]) -> None:
-        """Enters the values that an untraced call appended to lists among its arguments.
+        """Adds the values that an untraced call appended to lists among its arguments.
 
         Args:
             lists: the lists among its arguments; ``lengths``: their lengths before the call.
@@ -226,16 +226,18 @@ class StageInterpreter(Tracer):
             for t, number in zip(new, grown.values, strict=True):
                 self._record_value(t, number, call.start)
 
-    def _in_branch(self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_in_branch(
+        self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Runs a call or event of a branch: on this rank's share of the rows, with the random numbers of the branch."""
         assert self._exchange is not None
         exchange = self._exchange
         with exchange.inside(place):
-            args, kwargs = map_tensors(lambda t: exchange.share(place, t), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: exchange.take_rows(place, t), (args, kwargs))
             return forward(*args, **kwargs)
 
     def _finish_call(self, call: Call, result: Any, place: int = 0) -> Any:
-        """Enters the result of an untraced call that this rank ran. Returns the result that the model sees."""
+        """Adds the result of an untraced call that this rank ran. Returns the result that the model sees."""
         tensors = tensors_of(result)
         if len(tensors) != len(call.outputs):
             raise PathError(
@@ -252,32 +254,33 @@ class StageInterpreter(Tracer):
         ``mask.type_as(x)`` is a value; if the mask has that dtype already, the result is the mask. The mask itself must not
         be marked as a value, as functions of it alone are no events.
         """
-        strangers = [t for t in tensors_of(arguments) if not self.known(t) and not isinstance(t, nn.Parameter)]
-        number = iter(numbers)
+        batch_tensors = [t for t in tensors_of(arguments) if not self.is_value(t) and not isinstance(t, nn.Parameter)]
+        remaining_numbers = iter(numbers)
 
-        def apart(t: Tensor) -> Tensor:
-            return t.view_as(t) if next(number, None) is not None and any(t is x for x in strangers) else t
+        def as_new(t: Tensor) -> Tensor:
+            is_value = next(remaining_numbers, None) is not None
+            return t.view_as(t) if is_value and any(t is x for x in batch_tensors) else t
 
-        return map_tensors(apart, result) if strangers else result
+        return map_tensors(as_new, result) if batch_tensors else result
 
     def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
         """A result of a place as the model sees it: with all rows, also if this rank has only some of them."""
         if not self.program.divides(place):
             return result
-        likes = zip(numbers, tensors_of(recorded), strict=True)
+        recorded_tensors = zip(numbers, tensors_of(recorded), strict=True)
 
-        def whole(t: Tensor) -> Tensor:
-            number, like = next(likes)
+        def with_all_rows(t: Tensor) -> Tensor:
+            number, like = next(recorded_tensors)
             return t if number is None else RowShard(like, self, number, self.device, t)
 
-        return map_tensors(whole, result)
+        return map_tensors(with_all_rows, result)
 
     def _unmark_parameter(self, t: Tensor, before: Tensor) -> None:
         """If a recorded result was a parameter, its local part is the result now, and is no value."""
         if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):
             self.name_value(t, None)
 
-    def _root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model's own forward. Returns the values that other stages take, or on the last stage the model's output."""
         try:
             result = self.follow(ROOT, forward, args, kwargs)
@@ -285,11 +288,8 @@ class StageInterpreter(Tracer):
             result = None
         self._advance_to(len(self.graph.events))
         if self.program.last:
-            return (
-                map_tensors(self._tensor_of, result)
-                if self.program.forks_and_joins or self.program.streamed
-                else result
-            )
+            has_placeholders = bool(self.program.forks_and_joins or self.program.streamed)
+            return map_tensors(self._tensor_of, result) if has_placeholders else result
         if missing := self._values.missing:
             event = self.graph.events[self.graph.values[min(missing)].position]
             raise PathError(
@@ -336,25 +336,25 @@ class StageInterpreter(Tracer):
         self._advance_to(position)
         place = self.program.place(position)
         for i, number in event.named:
-            self.share(tensors[i])
+            self.share_memory(tensors[i])
             self.name_value(tensors[i], number)
             self._stale |= not self.program.runs(position)
             if self.program.runs(position):
                 self._record_value(tensors[i], number, position, place)
-        result = self._run_or_pass(event, position, func, args, kwargs, tensors)
+        result = self._result_of(event, position, func, args, kwargs, tensors)
         self._renumber(event, position, place)
-        self._values.come_past(position)
+        self._values.note_passed(position)
         return result
 
     def _renumber(self, event: Event, position: int, place: int) -> None:
         """Gives new numbers to the other values in the memory to which an event wrote."""
         for before, now in event.renamed:
-            t = self._values.made_in(before, place)
+            t = self._values.made_tensor(before, place)
             self.renamed[before] = now
             if self.program.runs(position) and t is not None:
                 self._record_value(t, now, position, place)
 
-    def _run_or_pass(
+    def _result_of(
         self,
         event: Event,
         position: int,
@@ -363,39 +363,41 @@ class StageInterpreter(Tracer):
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> Any:
-        """The result of an event: of running it, or what stands for the result if it is another rank's."""
+        """The result of an event. If the event is another rank's, the tensors that stand for its result on this rank."""
+        # A tensor on meta is a parameter of another stage, which this stage does not use.
         if event.hands_on and any(t.is_meta for t in tensors):
-            return self._pass(event, args, tensors)  # a parameter of another stage, which this stage does not use
+            return self._remote_result(event, args, tensors)
         has_inputs = all(n in self._values for n in event.inputs)
         if self.program.runs(position) or (has_inputs and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
-        if position in self.program.drawn or position in self.program.along:
+        if position in self.program.shared_draws or position in self.program.other_stage_draws:
             self._discard_draw(func, args, kwargs)
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
-        return self._pass(event, args, tensors)
+        return self._remote_result(event, args, tensors)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an event and enters its results."""
+        """Runs an event and adds its results."""
         position = self.graph.positions[event.path, event.index]
         target = args[0] if event.written is not None and args else None
+        # An event that returns a parameter runs on every rank, also outside its place.
         place = self.program.place(position)
-        place = place if place in self.program.mine else 0  # (an event that returns a parameter runs on every rank)
+        place = place if place in self.program.rank_places else 0
         model_args = args, kwargs
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._tensor_of(t, place), (args, kwargs))
         placeholders = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
         if (missing := next(placeholders, None)) is not None:
             raise self.unavailable(missing._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
-            args = sized(func, args, *self._exchange.portion(place))
-        if position in self.program.drawn:
+            args = sized(func, args, *self._exchange.row_counts(place))
+        if position in self.program.shared_draws:
             result = self._draw_in_branch(place, func, model_args, (args, kwargs))
         else:
-            result = func(*args, **kwargs) if not place else self._in_branch(place, func, args, kwargs)
+            result = func(*args, **kwargs) if not place else self._run_in_branch(place, func, args, kwargs)
         if event.reads and event.inputs:
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
-            self._values.taken_by(self.graph.calls[event.path], place)
+            self._values.wait_for_inputs(self.graph.calls[event.path], place)
             self.closed += 1
             return result
         if target is None:
@@ -407,9 +409,9 @@ class StageInterpreter(Tracer):
         return self._finish_event(event, result, None if target is None else args[0], place)
 
     def _finish_event(self, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
-        """Enters the results of an event that this rank ran. Returns the result that the model sees.
+        """Adds the results of an event that this rank ran. Returns the result that the model sees.
 
-        ``written``: this rank's tensor to which the event wrote, which has been entered.
+        ``written``: this rank's tensor to which the event wrote, which has been added already.
         """
         position = self.graph.positions[event.path, event.index]
         recorded_result = self.graph.outputs[event.path, event.index]
@@ -439,25 +441,25 @@ class StageInterpreter(Tracer):
 
         def of_all_rows(t: Tensor) -> Tensor:
             like = next(likes)
-            return exchange.among_all(place, t, like) if t.shape != like.shape else t
+            return exchange.padded(place, t, like) if t.shape != like.shape else t
 
         args, kwargs = map_tensors(of_all_rows, local_args)
-        return map_tensors(lambda t: exchange.share(place, t), func(*args, **kwargs))
+        return map_tensors(lambda t: exchange.take_rows(place, t), func(*args, **kwargs))
 
     def _discard_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Another branch or stage draws from a generator from which this rank draws too: draws as many numbers, and drops
-        them, so that generators stay equal."""
-        stand_in = self._ones if self._exchange is None else self._exchange.stand_in
-        args, kwargs = map_tensors(stand_in, (args, kwargs))
+        """Draws as many numbers as another branch or stage does, and drops them: all draw from one generator, whose state must
+        stay equal on all ranks."""
+        ones_like = self._ones_like if self._exchange is None else self._exchange.ones_like
+        args, kwargs = map_tensors(ones_like, (args, kwargs))
         with torch.no_grad():
             func(*args, **kwargs)
 
-    def _ones(self, like: Tensor) -> Tensor:
+    def _ones_like(self, like: Tensor) -> Tensor:
         device = self.device if like.is_meta else like.device
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
 
-    def _pass(self, event: Event, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """An event of another stage or branch: what stands for its result on this rank."""
+    def _remote_result(self, event: Event, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
+        """The result of an event of another stage or branch, with the tensors that stand for its values on this rank."""
         recorded = self.graph.outputs[event.path, event.index]
         if event.written is not None and args and isinstance(args[0], Tensor):
             if isinstance(args[0], RemoteTensor) and tuple(args[0].shape) != self.graph.values[event.written].shape:
@@ -470,7 +472,7 @@ class StageInterpreter(Tracer):
         # An argument that a Function of the model marks as dirty is returned, with its new number.
         arguments |= {now: arguments[before] for before, now in event.renamed if before in arguments}
 
-        def stand(t: Tensor) -> Any:
+        def stand_in(t: Tensor) -> Any:
             number = next(numbers)
             if number is not None and number in arguments and number != event.written:
                 return arguments[number]  # the argument itself: a write to either is a write to both
@@ -481,12 +483,12 @@ class StageInterpreter(Tracer):
                 return RemoteTensor(self.graph.like(number, t), self, number, self.device)
             return t if number is None else self._stand_in(number, t)
 
-        return pytree.tree_map_only(Tensor, stand, recorded)
+        return pytree.tree_map_only(Tensor, stand_in, recorded)
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
         x = args[0] if args else None
-        if self._values.waits and func in _SHOWS and (number := self.number(args[0])) is not None:
+        if self._values.waits and func in _READS_MEMORY and (number := self.number(args[0])) is not None:
             self.wait_for(number)
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage: the model makes a tensor on its device
@@ -509,5 +511,5 @@ class StageInterpreter(Tracer):
 
 
 _DEVICE = Tensor.device.__get__
-# Facts that reach the memory of a value.
-_SHOWS = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])
+# Facts for which the memory of a value must be filled.
+_READS_MEMORY = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])

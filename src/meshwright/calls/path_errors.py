@@ -20,7 +20,7 @@ def unavailable(program: StageProgram, name: Callable[[int], str], number: int, 
     maker = program.graph.events[value.position]
     stage = next(s for s, end in enumerate([*program.cuts, len(program.graph.events)]) if value.position < end)
     module = next((part for part, _ in reversed(maker.path) if part), "the model")
-    if program.branches is not None and program.place(value.position) not in program.mine:
+    if program.branches is not None and program.place(value.position) not in program.rank_places:
         submesh = program.branches[program.place(value.position)]
         return PathError(
             f"{function}{f' at {line}' if line else ''} takes a value of {module}, which lives on {submesh.on}. The recorded "

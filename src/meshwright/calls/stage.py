@@ -58,7 +58,7 @@ class StageProgram:
 
     Args:
         placed: module → the places of its calls (regions.py). A place is the number of a submesh; 0 is the trunk.
-        mine: the places to which the rank belongs.
+        rank_places: the places to which the rank belongs.
         streams: module → the stream of this rank on which it runs, concurrently with others.
         whole_output: whether everything that the model returns is needed.
 
@@ -67,12 +67,12 @@ class StageProgram:
         out: the values that later stages take.
         forks_and_joins: all of them, in the order of the program.
         joined: values that a join takes from branches.
-        lent: (place around, value) of values that a branch makes and a later fork gives to other branches.
-        apart: values of branches that only some other branches take: only their ranks get them.
-        drawn: draws in branches from random numbers that all ranks share.
-        along: draws of other stages from a generator from which this stage draws too.
+        kept_for_forks: (place around, value) of values that a branch makes and a later fork gives to other branches.
+        branch_only: values of branches that only some other branches take: only the ranks of these branches get them.
+        shared_draws: draws in branches from random numbers that all ranks share.
+        other_stage_draws: draws of other stages from a generator from which this stage draws too.
         last_change: the last event that changes what lasts beyond the forward; -1 if there is none.
-        treated: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
+        treatments: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
         streamed: path of a call that runs on a stream → (the stream, the first position at which something takes its values).
     """
 
@@ -83,13 +83,14 @@ class StageProgram:
         stage: int,
         placed: Placed | None = None,
         places: Submeshes | None = None,
-        mine: frozenset[int] = frozenset({0}),
+        rank_places: frozenset[int] = frozenset({0}),
         *,
         streams: Mapping[str, int] | None = None,
         whole_output: bool = False,
     ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
-        self.graph, self.stage, self.cuts, self.branches, self.mine = graph, stage, crossing.cuts, places, mine
+        self.graph, self.stage, self.cuts, self.branches = graph, stage, crossing.cuts, places
+        self.rank_places = rank_places
         self.start, self.stop = ends[stage], ends[stage + 1]
         self.last = stage == len(crossing.cuts)
         self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)
@@ -100,20 +101,21 @@ class StageProgram:
             regions = find_regions(graph, placed, places, self.start, self.stop, whole_output=whole_output)
             self._places, self.forks_and_joins = regions.places, regions.forks_and_joins
         self.joined = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n, _ in move.values)
-        self.lent = frozenset(
+        self.kept_for_forks = frozenset(
             (move.around, n) for move in self.forks_and_joins if isinstance(move, Fork) for n in move.homes
         )
-        self.apart = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n in move.takers)
-        self.drawn, self.along = self._drawn_of_all(placed or {}), self._drawn_elsewhere()
+        self.branch_only = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n in move.takers)
+        self.shared_draws = self._find_shared_draws(placed or {})
+        self.other_stage_draws = self._find_other_stage_draws()
         self.last_change = self._last_change()
-        self.treated = {path: self._treat(call) for path, call in graph.calls.items()}
+        self.treatments = {path: self._treatment(call) for path, call in graph.calls.items()}
         self.streamed = {
-            path: (stream, self._taken(call))
+            path: (stream, self._first_use(call))
             for path, call in graph.calls.items()
-            if (stream := (streams or {}).get(call.module)) is not None and self._may_wait(call)
+            if (stream := (streams or {}).get(call.module)) is not None and self._may_run_concurrently(call)
         }
 
-    def _drawn_of_all(self, placed: Placed) -> frozenset[int]:
+    def _find_shared_draws(self, placed: Placed) -> frozenset[int]:
         """Draws in branches from random numbers that all ranks share: from a generator of the model's own, or from the trunk's
         if no placed module draws them."""
         events = ((p, self.graph.events[p]) for p in range(self.start, self.stop))
@@ -128,7 +130,7 @@ class StageProgram:
             )
         )
 
-    def _drawn_elsewhere(self) -> frozenset[int]:
+    def _find_other_stage_draws(self) -> frozenset[int]:
         """Draws of other stages from generators of the model's own from which several stages draw."""
         shared_draws = (
             positions
@@ -147,9 +149,9 @@ class StageProgram:
         lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
         changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python may draw after the last event too
-        return max([*changes, *graph.repeated.values(), *self.along, *end], default=-1)
+        return max([*changes, *graph.repeated.values(), *self.other_stage_draws, *end], default=-1)
 
-    def of(self, graph: ModelGraph) -> StageProgram:
+    def with_graph(self, graph: ModelGraph) -> StageProgram:
         """This program for a forward that differs only in sizes."""
         program = copy.copy(self)
         program.graph = graph
@@ -165,23 +167,23 @@ class StageProgram:
 
     def runs(self, position: int) -> bool:
         """Whether this rank runs an event."""
-        return self.start <= position < self.stop and self.place(position) in self.mine
+        return self.start <= position < self.stop and self.place(position) in self.rank_places
 
-    def _treat(self, call: Call) -> str:
+    def _treatment(self, call: Call) -> str:
         """``RUN``, ``STUB`` or ``OPEN`` for a call."""
         graph, visible = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
         inside = range(call.start, call.stop)
         values = [n for p in inside for n in graph.values_made_by(p)]
         used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
-        ours = sum(map(self.runs, inside))
-        if not (self.drawn | self.along).isdisjoint(inside):  # every rank draws
+        events_here = sum(map(self.runs, inside))
+        if not (self.shared_draws | self.other_stage_draws).isdisjoint(inside):  # every rank draws
             return OPEN
-        all_ours = call.start < call.stop and ours == len(inside)
-        if all_ours and len({self.place(p) for p in inside}) == 1 and not call.visible:
+        all_here = call.start < call.stop and events_here == len(inside)
+        if all_here and len({self.place(p) for p in inside}) == 1 and not call.visible:
             needed = {*used_outside, *({*self.out, *self.joined} & set(values))}
-            hidden = any(n not in visible for n in needed) or self._met_later(inside)
+            hidden = any(n not in visible for n in needed) or self._memory_used_later(inside)
             return OPEN if hidden else RUN
-        if call.start == call.stop or ours or call.fresh:
+        if call.start == call.stop or events_here or call.fresh:
             return OPEN
         if call.acts:  # Python reads a value that this rank does not have
             return STUB
@@ -195,19 +197,20 @@ class StageProgram:
                 return OPEN
         return STUB
 
-    def _met_later(self, inside: range) -> bool:
+    def _memory_used_later(self, inside: range) -> bool:
         """Whether an event after a call uses memory that the call wrote, through a tensor that was no value before: one that
         follows from the batch alone. If the call ran untraced, nobody would know that this tensor is a value now."""
-        met = [memory for p, memory in self.graph.names_met if p >= inside.stop]
-        return bool(met) and any(self.graph.values[n].storage in met for p in inside for n in self.graph.writes(p))
+        used_later = [memory for p, memory in self.graph.names_met if p >= inside.stop]
+        written = (self.graph.values[n].storage for p in inside for n in self.graph.writes(p))
+        return bool(used_later) and any(memory in used_later for memory in written)
 
-    def _may_wait(self, call: Call) -> bool:
-        """Whether a call may run concurrently with what follows: only its result shows that it has run."""
+    def _may_run_concurrently(self, call: Call) -> bool:
+        """Whether a call may run concurrently with later events: nothing but its result shows that it has run."""
         events = self.graph.events[call.start : call.stop]
         ordinary = not any(e.mean_loss or draws(e.function) for e in events)
-        return ordinary and self.treated[call.path] == RUN and not call.fresh and not call.stashed
+        return ordinary and self.treatments[call.path] == RUN and not call.fresh and not call.stashed
 
-    def _taken(self, call: Call) -> int:
+    def _first_use(self, call: Call) -> int:
         """The first position after a call at which something takes one of its values."""
         values = [n for p in range(call.start, call.stop) for n in self.graph.values_made_by(p)]
         later = [p for n in values for p in self.graph.consumers.get(n, ()) if p >= call.stop]

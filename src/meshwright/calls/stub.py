@@ -1,4 +1,4 @@
-"""``stub``: the result of a call that runs on other ranks; ``without_values``: drops from a recording what no stub needs."""
+"""``stub``: the result of a call that runs on other ranks; ``without_values``: drops the values that no stub needs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ def stub(
     call: Call,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    standing: Callable[[int, Tensor], Tensor],
-    name: Callable[[Tensor, int], None],
+    stand_in: Callable[[int, Tensor], Tensor],
+    mark: Callable[[Tensor, int], None],
 ) -> Any:
     """A copy of a call's recorded result, with this rank's tensors and arguments in place of the recorded ones.
 
     Args:
-        standing: (number of a value, its recorded tensor) → the tensor that stands for it on this rank.
-        name: marks a tensor as the value with this number.
+        call: the recorded call.
+        args, kwargs: of the call in this forward.
+        stand_in: (number of a value, its recorded tensor) → the tensor that stands for the value on this rank.
+        mark: (tensor, number): marks a tensor as the value with this number.
     """
-    memo: dict[int, Any] = {}
-    before, now = call.argument_tensors, tensors_of((args, kwargs))
-    if len(before) == len(now):
-        memo |= {id(b): n for b, n in zip(before, now, strict=True) if b is not None}
+    memo: dict[int, Any] = {}  # id of a recorded object → the object in its place, as deepcopy takes it
+    recorded_tensors, tensors = call.argument_tensors, tensors_of((args, kwargs))
+    if len(recorded_tensors) == len(tensors):
+        memo |= {id(old): new for old, new in zip(recorded_tensors, tensors, strict=True) if old is not None}
     recorded_args, recorded_kwargs = call.arguments
-    for b, n in (*zip(recorded_args, args, strict=False), *((recorded_kwargs.get(k), v) for k, v in kwargs.items())):
-        if not isinstance(b, (Tensor, str, int, float, bool, type(None))):
-            memo[id(b)] = n
+    positional = zip(recorded_args, args, strict=False)
+    named = ((recorded_kwargs.get(key), value) for key, value in kwargs.items())
+    for old, new in (*positional, *named):
+        if not isinstance(old, (Tensor, str, int, float, bool, type(None))):
+            memo[id(old)] = new
     parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
     for value, numbers in parts:
         for t, number in zip(tensors_of(value), numbers, strict=True):
             # A result that is an argument, maybe written to, is this rank's argument itself.
             if number is not None and id(t) in memo:
-                name(memo[id(t)], number)
+                mark(memo[id(t)], number)
             elif number is not None:
-                memo[id(t)] = standing(number, t)
+                memo[id(t)] = stand_in(number, t)
     lists = lists_in((args, kwargs)) if call.grown else []
     for grown in call.grown:
         lists[grown.which].extend(copy.deepcopy(grown.items, memo))
@@ -50,7 +54,7 @@ def stub(
 
 
 def without_values(graph: ModelGraph) -> None:
-    """Drops the values in a recorded forward. It lives as long as a job, but needs no rows of a batch, nor masks made of them.
+    """Drops the values in a recorded forward: it lives as long as a job, and needs no rows of a batch, nor masks made of them.
 
     Three things hold values: arguments of calls, their results, and the autograd graphs of both, which save tensors for the
     backward. Of the arguments a stub needs only to know which of them are part of the result.
@@ -109,5 +113,5 @@ def _without_unused_arguments(call: Call) -> Call:
         return argument if is_needed else None
 
     args, kwargs = call.arguments
-    given = tuple(map(needed, args)), {name: needed(argument) for name, argument in kwargs.items()}
-    return replace(call, arguments=given, argument_tensors=tuple(map(needed, call.argument_tensors)))
+    arguments = tuple(map(needed, args)), {name: needed(argument) for name, argument in kwargs.items()}
+    return replace(call, arguments=arguments, argument_tensors=tuple(map(needed, call.argument_tensors)))

@@ -70,11 +70,11 @@ def slot_value(model: nn.Module, slot: Slot) -> Any:
 
 
 def value_in(module: nn.Module, key: str) -> Any:
-    """The same of a slot of one module."""
-    found = owner_of(module, key)
-    if found is None:
+    """The value of a buffer or attribute of one module now, or None. ``key``: its name, such as ``stats.mean``."""
+    owner_and_name = owner_of(module, key)
+    if owner_and_name is None:
         return None
-    owner, name = found
+    owner, name = owner_and_name
     attributes = attributes_in(owner)
     tables = (attributes, *(attributes[table] for table in ("_buffers", "_parameters") if isinstance(owner, nn.Module)))
     return next((table[name] for table in tables if name in table), None)
@@ -128,7 +128,7 @@ class Tracer(FunctionMode):
         self.shared: dict[int, Any] = {}
         self.renamed: dict[int, int] = {}
         for t in carried:
-            self.share(t)
+            self.share_memory(t)
         self.mark = Mark(self)
         self.frames = [Frame(())]
         self.thread = threading.get_ident()
@@ -152,66 +152,71 @@ class Tracer(FunctionMode):
         if self.closed:
             return self.within(func, types, args, kwargs)
         # A hook on a gradient is an event: it belongs to the rank that makes the value.
-        listens = func in LISTENING and self.known(args[0])
+        listens = func in LISTENING and self.is_value(args[0])
         # The text of a tensor with dims contains no values.
         is_text = func is Tensor.__format__ and args[0].dim()
         if is_text or (is_fact(func) and not listens):
             return self.fact(func, args, kwargs)
-        return self._met(func, func, args, kwargs)
+        return self._called(func, func, args, kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``apply`` of an ``autograd.Function`` of the model: one event."""
         if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
-        return self._as_one(partial(apply, function), function.__name__, function, args, kwargs)
+        return self._as_one_event(partial(apply, function), function.__name__, function, args, kwargs)
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a scripted function, or of a scripted module's forward: one event."""
         if self.closed or self.thread != threading.get_ident():
             return call(function, *args, **kwargs)
-        return self._as_one(partial(call, function), label_of(function), function, args, kwargs)
+        return self._as_one_event(partial(call, function), label_of(function), function, args, kwargs)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a function that ``torch.func`` transformed: one event, unless it depends on the batch alone."""
         tensors = tensors_within((args, kwargs))
-        ours = any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors)
-        if self.closed or not ours or self.thread != threading.get_ident():
+        of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors)
+        if self.closed or of_the_batch or self.thread != threading.get_ident():
             return call(*args, **kwargs)
         if name == "vjp" or transforming():
             self.untraceable(f"torch.func.{name}")
-        return self._as_one(call, name, call, args, kwargs)
+        return self._as_one_event(call, name, call, args, kwargs)
 
-    def _as_one(
+    def _as_one_event(
         self, call: Callable[..., Any], name: str, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Makes a call one event; the functions that it calls are not traced."""
 
-        def whole(*args: Any, **kwargs: Any) -> Any:
+        def untraced(*args: Any, **kwargs: Any) -> Any:
             self.closed += 1
             try:
                 return call(*args, **kwargs)
             finally:
                 self.closed -= 1
 
-        whole.__name__ = name
-        return self._met(whole, identity, args, kwargs)
+        untraced.__name__ = name
+        return self._called(untraced, identity, args, kwargs)
 
-    def _met(self, func: Any, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function was called that may be an event. ``identity``: the function by which it is looked up in tables."""
+    def _called(self, func: Any, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls a function that may be an event. Returns the result.
+
+        Args:
+            func: the function to call.
+            identity: the function that the tables of torch_functions know.
+        """
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
             func = identity = _MIRRORED[func]
             args = (args[1], args[0])
         tensors = tensors_within((args, kwargs))
-        if not is_random(identity) and not any(isinstance(t, nn.Parameter) or self.known(t) for t in tensors):
+        if not is_random(identity) and not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors):
             return func(*args, **kwargs)
         frame = self.frames[-1]
         index, frame.events = frame.events, frame.events + 1
         target = args[0] if args and writes(identity, args, kwargs) else kwargs.get("out")
-        foreign = isinstance(target, Tensor) and not self.known(target) and not isinstance(target, nn.Parameter)
+        is_plain = isinstance(target, Tensor) and not isinstance(target, nn.Parameter) and not self.is_value(target)
         result = self.event(func, args, kwargs, tensors, frame.path, index)
-        if foreign and isinstance(target, Tensor):
-            self.share(target)
+        if is_plain and isinstance(target, Tensor):
+            self.share_memory(target)  # from now on the memory depends on values
         return result
 
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,26 +274,26 @@ class Tracer(FunctionMode):
             number = self.renamed[number]
         return number
 
-    def share(self, t: Tensor) -> None:
+    def share_memory(self, t: Tensor) -> None:
         """From now on every tensor in the memory of ``t`` is a value."""
         if memory := memory_of(t):
             self.shared[memory] = t.untyped_storage()
 
-    def marked(self, t: Tensor) -> bool:
+    def is_marked(self, t: Tensor) -> bool:
         """Whether a tensor has been marked as a value."""
         mark, _ = getattr(t, "_mw_value", (None, None))
         return mark is self.mark
 
-    def known(self, t: Tensor) -> bool:
+    def is_value(self, t: Tensor) -> bool:
         """Whether a tensor is a value: the result of an event, or in shared memory."""
-        return self.marked(t) or self.unnumbered(t)
+        return self.is_marked(t) or self.is_unnumbered(t)
 
-    def unnumbered(self, t: Tensor) -> bool:
+    def is_unnumbered(self, t: Tensor) -> bool:
         """Whether a tensor is a value without a number yet: in shared memory, and seen for the first time."""
-        return len(self.shared) > 0 and not self.marked(t) and memory_of(t) in self.shared
+        return len(self.shared) > 0 and not self.is_marked(t) and memory_of(t) in self.shared
 
     def name_value(self, t: Tensor, number: int | None) -> None:
-        """Marks a tensor as a value. ``number`` is None if it had none when the forward was recorded."""
+        """Marks a tensor as a value. ``number``: of the value; None if the recorded tensor had no number."""
         t._mw_value = (self.mark, number)  # type: ignore[attr-defined]
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
@@ -318,10 +323,10 @@ class Tracer(FunctionMode):
         raise NotImplementedError
 
     def untraceable(self, function: str) -> None:
-        """A function of a value is called whose result cannot be traced."""
+        """The model calls a function of a value, and the result of that function cannot be traced."""
 
     def segment_begins(self, segment: Segment) -> bool:
-        """The segment of a checkpoint of the model begins. Returns whether it may be recomputed."""
+        """A segment begins: the model calls a checkpoint. Returns whether the segment may be recomputed."""
         return True
 
     def segment_ends(self, segment: Segment) -> None:

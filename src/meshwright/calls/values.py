@@ -19,7 +19,7 @@ class StageValues:
 
         _tensors     number → this rank's tensor: received, or made by an event or call of this stage. It equals the tensor of
                      one device at this point of the program: if its memory is written, the value gets another number, under
-                     which the same tensor is entered. Never a ``RemoteTensor``.
+                     which the tensor is entered again. Never a ``RemoteTensor``.
         _made        (number, branch) → the tensor with which a branch computes for a value that it made: the tensor before
                      the join, or this rank's rows if data ranks of the branch have some rows each.
         _forked      branch → number → the tensor with which the branch computes for a value of the place around it. Only
@@ -61,14 +61,14 @@ class StageValues:
         """Whether the forward may stop: all values that other stages take exist, and all lasting changes are made."""
         return not self.missing and self._passed >= self._program.last_change
 
-    def come_past(self, position: int) -> None:
-        """The forward has passed a position."""
+    def note_passed(self, position: int) -> None:
+        """Notes that the forward has passed a position."""
         self._passed = max(self._passed, position)
 
-    # --- values that are made -----------------------------------------------------------------------------------------
+    # --- new values -------------------------------------------------------------------------------------------------
 
-    def enter(self, number: int, t: Tensor, place: int) -> None:
-        """This rank made a value, in a place."""
+    def add(self, number: int, t: Tensor, place: int) -> None:
+        """Adds a value that this rank made, in a place."""
         if self._program.divides(place):
             self._made[number, place] = t
         else:
@@ -77,14 +77,14 @@ class StageValues:
             self.missing.discard(number)
 
     def fork(self, number: int, branches: Iterable[int], tensors: Mapping[tuple[int, int], Tensor]) -> None:
-        """A fork gave each of these branches a tensor, ``tensors[number, branch]``, for a value of the place around them."""
+        """Adds the tensors of a fork: ``tensors[number, branch]`` for a value of the place around each of these branches."""
         for branch in branches:
             self._forked.setdefault(branch, {})[number] = tensors[number, branch]
 
     def join(
         self, move: Join, branch_values: dict[int, Tensor], arriving: Iterable[int], wait: Callable[[], None]
     ) -> None:
-        """A join made values of branches values of the place around.
+        """Adds the values of a join, which makes values of branches values of the place around them.
 
         Args:
             branch_values: those that this rank's branches made.
@@ -94,13 +94,13 @@ class StageValues:
         self._arriving |= dict.fromkeys(arriving, wait)
         self.missing -= {n for n, _ in move.values}
 
-    # --- values that are taken ----------------------------------------------------------------------------------------
+    # --- uses of values -----------------------------------------------------------------------------------------------
 
-    def made_in(self, number: int, place: int) -> Tensor | None:
+    def made_tensor(self, number: int, place: int) -> Tensor | None:
         """The tensor that a place made for a value; None if this rank has none."""
         return self._made.get((number, place), self._tensors.get(number))
 
-    def of_branch(self, number: int, place: int) -> tuple[Tensor | None, bool]:
+    def branch_tensor(self, number: int, place: int) -> tuple[Tensor | None, bool]:
         """(the tensor with which a branch computes for a value, whether that branch, or one around it, made the value).
 
         (None, False) if the branch computes with the tensor of the trunk.
@@ -113,18 +113,18 @@ class StageValues:
                     return self._made[number, p], True
         return None, False
 
-    def taken(self, number: int, place: int) -> Tensor | None:
-        """The tensor of ``of_branch``, which is used now: waits for it if it is on its way."""
-        tensor, made_in_branch = self.of_branch(number, place)
+    def awaited_branch_tensor(self, number: int, place: int) -> Tensor | None:
+        """The tensor of ``branch_tensor``, to be used now: waits for the value if it is on its way."""
+        tensor, made_in_branch = self.branch_tensor(number, place)
         if not made_in_branch:
             self.wait_for(number)
         return tensor
 
-    def taken_by(self, call: Call, place: int) -> None:
+    def wait_for_inputs(self, call: Call, place: int) -> None:
         """Waits for all values that a call takes, as arguments or otherwise."""
         for n in list(self._arriving):
             if any(call.start <= p < call.stop for p in self._program.graph.consumers.get(n, ())):
-                self.taken(n, place)
+                self.awaited_branch_tensor(n, place)
 
     def wait_for(self, number: int) -> None:
         """Waits for a value that is on its way, and so for all that arrive together with it."""
@@ -132,14 +132,14 @@ class StageValues:
             wait()
             self._arriving = {n: w for n, w in self._arriving.items() if w is not wait}
 
-    def inside(self, number: int, in_branch: Tensor | None) -> Tensor:
-        """The tensor of a value in a place: ``in_branch`` if the branch has its own, else this rank's.
+    def required(self, number: int, branch_tensor: Tensor | None) -> Tensor:
+        """The tensor of a value in a place: ``branch_tensor`` if the branch has one, else this rank's.
 
         Raises:
             PathError: this rank has none.
         """
-        if in_branch is not None:
-            return in_branch
+        if branch_tensor is not None:
+            return branch_tensor
         if number not in self._tensors:
             graph = self._program.graph
             event = graph.events[graph.values[number].position]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from meshwright.checkpoint.load import Stored
 from meshwright.checkpoint.talk import RankAgreement
-from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, Entry, write_file
+from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, TensorSpec, write_file
 from meshwright.errors import CheckpointError, Findings
 from meshwright.names import by_number
 
@@ -79,27 +79,24 @@ def export(
     _check(folder, dtype, findings)
     findings.raise_if_any()
     stored = Stored.open(checkpoint, RankAgreement(None))
-    saved = list(_entries(stored))
+    saved = list(_specs(stored))
     if not saved:
         findings.add(where=str(stored.path), given="no tensors of a model", required="a checkpoint of a model")
         findings.raise_if_any()
-    entries = [
-        replace(entry, dtype=KINDS[dtype]) if dtype is not None and entry.dtype.is_floating_point else entry
-        for entry in saved
-    ]
-    shards = _shards(entries, largest)
+    exported = saved if dtype is None else [_converted(spec, KINDS[dtype]) for spec in saved]
+    shards = _shards(exported, largest)
     temporary = folder.with_name(f".exporting-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         _write(stored, shards, temporary)
-        config = _write_config(stored, entries, temporary)
+        config = _write_config(stored, exported, temporary)
         _publish(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    size = sum(entry.bytes for entry in entries)
-    return Exported(folder, stored.path, stored.manifest.step, len(entries), size, tuple(shards), config)
+    size = sum(spec.bytes for spec in exported)
+    return Exported(folder, stored.path, stored.manifest.step, len(exported), size, tuple(shards), config)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -134,21 +131,26 @@ def _check(folder: Path, dtype: str | None, findings: Findings) -> None:
 # --- contents --------------------------------------------------------------------------------------------------------
 
 
-def _entries(stored: Stored) -> Iterator[Entry]:
+def _specs(stored: Stored) -> Iterator[TensorSpec]:
     """The model's tensors in the order of their names, with numbers in names ordered as numbers."""
     names = [name for name in stored.metadata.state_dict_metadata if name.startswith(_MODEL)]
     for name in sorted(names, key=by_number):
         if (tensor := stored.tensor(name)) is not None:
-            yield Entry(name.removeprefix(_MODEL), tuple(tensor.size), tensor.properties.dtype)
+            yield TensorSpec(name.removeprefix(_MODEL), tuple(tensor.size), tensor.properties.dtype)
 
 
-def _shards(entries: Sequence[Entry], largest: int) -> dict[str, list[Entry]]:
+def _converted(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    """The tensor with another dtype, if its own is a floating-point type."""
+    return replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec
+
+
+def _shards(tensors: Sequence[TensorSpec], largest: int) -> dict[str, list[TensorSpec]]:
     """File name → its tensors. Fills one file after another, each up to ``largest`` bytes."""
-    shards: list[list[Entry]] = [[]]
-    for entry in entries:
-        if shards[-1] and sum(e.bytes for e in shards[-1]) + entry.bytes > largest:
+    shards: list[list[TensorSpec]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(other.bytes for other in shards[-1]) + tensor.bytes > largest:
             shards.append([])
-        shards[-1].append(entry)
+        shards[-1].append(tensor)
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
@@ -157,19 +159,19 @@ def _shards(entries: Sequence[Entry], largest: int) -> dict[str, list[Entry]]:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write(stored: Stored, shards: Mapping[str, Sequence[Entry]], directory: Path) -> None:
+def _write(stored: Stored, shards: Mapping[str, Sequence[TensorSpec]], directory: Path) -> None:
     """Writes the files of weights, and their index if there are several."""
     pieces = stored.metadata.storage_data
-    for file, entries in shards.items():
-        write_file(directory / file, entries, lambda entry: _full_tensor(stored, pieces, entry))
+    for file, tensors in shards.items():
+        write_file(directory / file, tensors, lambda spec: _full_tensor(stored, pieces, spec))
     if len(shards) > 1:
-        weight_map = {entry.name: file for file, entries in shards.items() for entry in entries}
-        size = sum(entry.bytes for entries in shards.values() for entry in entries)
+        weight_map = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+        size = sum(tensor.bytes for tensors in shards.values() for tensor in tensors)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_config(stored: Stored, entries: Sequence[Entry], directory: Path) -> bool:
+def _write_config(stored: Stored, tensors: Sequence[TensorSpec], directory: Path) -> bool:
     """Writes config.json, with the dtype of the exported weights, which ``from_pretrained`` uses; and generation_config.json.
 
     Returns:
@@ -180,18 +182,19 @@ def _write_config(stored: Stored, entries: Sequence[Entry], directory: Path) -> 
     if not (stored.path / CONFIG).is_file():
         return False
     config = json.loads((stored.path / CONFIG).read_text(encoding="utf-8"))
-    size: dict[torch.dtype, int] = {}
-    for entry in entries:
-        if entry.dtype.is_floating_point:
-            size[entry.dtype] = size.get(entry.dtype, 0) + entry.bytes
-    if size:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _text(max(size, key=lambda dtype: size[dtype]))
+    sizes: dict[torch.dtype, int] = {}  # floating-point type → bytes of its tensors
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bytes
+    if sizes:
+        most_used = max(sizes, key=lambda dtype: sizes[dtype])
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = _text(most_used)
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Renames the temporary folder, once its files are on disk."""
+    """Waits until the files of the temporary folder are on disk, then renames the folder."""
     for file in temporary.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -203,22 +206,22 @@ def _publish(temporary: Path, folder: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _full_tensor(stored: Stored, pieces: Mapping[Any, Any], entry: Entry) -> Tensor:
-    """Reads a full tensor from its chunks, one chunk at a time.
+def _full_tensor(stored: Stored, pieces: Mapping[Any, Any], spec: TensorSpec) -> Tensor:
+    """Reads a full tensor from its chunks, one chunk at a time, and converts it to the dtype of its spec.
 
     Args:
         pieces: DCP's index of a chunk → its file and offset.
     """
-    saved = stored.tensor(_MODEL + entry.name)
+    saved = stored.tensor(_MODEL + spec.name)
     assert saved is not None
     if len(saved.chunks) == 1:
-        return _chunk(stored, pieces, entry.name, saved, 0).to(entry.dtype)
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        return _chunk(stored, pieces, spec.name, saved, 0).to(spec.dtype)
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
     for i, chunk in enumerate(saved.chunks):
         part = tensor
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             part = part.narrow(dim, start, size)
-        part.copy_(_chunk(stored, pieces, entry.name, saved, i))
+        part.copy_(_chunk(stored, pieces, spec.name, saved, i))
     return tensor
 
 
@@ -254,14 +257,14 @@ class _Window(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = max(
-            0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        )
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, origin + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._position)
-        count: int = self._file.readinto(memoryview(buffer)[: max(self._length - self._position, 0)])  # type: ignore[attr-defined]
+        remaining = max(self._length - self._position, 0)
+        count: int = self._file.readinto(memoryview(buffer)[:remaining])  # type: ignore[attr-defined]
         self._position += count
         return count
 

@@ -208,12 +208,8 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         given = "missing"
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # UnicodeDecodeError, JSONDecodeError: ValueErrors
+    # Texts that cannot be decoded or are no JSON raise subclasses of ValueError.
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         given = f"damaged: {error}" if str(error) else "damaged"
     raise CheckpointError([Finding(str(file), given, "as it was written", _alternative(path))], "this checkpoint")
 

@@ -105,7 +105,7 @@ def inspect(path: str | os.PathLike[str], *, contents: bool = True) -> tuple[Ins
     """
     checkpoint = find(path)
     paths = [checkpoint] if checkpoint == Path(path) else complete(path)
-    return tuple(look(path, contents=contents) for path in paths)
+    return tuple(inspect_one(path, contents=contents) for path in paths)
 
 
 def unfinished(path: Path) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def unfinished(path: Path) -> tuple[str, ...]:
     return tuple(sorted(p.name for p in path.glob(".saving-*")))
 
 
-def look(path: Path, *, contents: bool = True) -> Inspection:
+def inspect_one(path: Path, *, contents: bool = True) -> Inspection:
     """Inspects one checkpoint, complete or damaged."""
     checked = "contents" if contents else "sizes"
     try:

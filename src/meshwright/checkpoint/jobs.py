@@ -181,7 +181,7 @@ def load(
         find_owner: returns this rank's owner. Called within the agreement of ranks, since it may run code of the model.
     """
     if or_before:
-        stored, damage_notes = Stored.newest_whole(path, agreement, verify=verify)
+        stored, damage_notes = Stored.newest_undamaged(path, agreement, verify=verify)
     else:
         stored, damage_notes = Stored.open(path, agreement, verify=verify), ()
     failed = Finding(str(stored.path), "it was not loaded", "get_extra_state() without an error, and memory")
@@ -323,7 +323,8 @@ def rng_source(about: Mapping[str, Any], owner: Owner) -> int | None:
         return mesh.data_index(rank), mesh.coordinate(rank).get("pp", 0)
 
     ours = data_rank_and_stage(mesh, rank)
-    return next(other for other in range(saved_mesh.size) if data_rank_and_stage(saved_mesh, other) == ours)
+    saved_ranks = range(saved_mesh.size)
+    return next(saved for saved in saved_ranks if data_rank_and_stage(saved_mesh, saved) == ours)
 
 
 def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:

@@ -85,7 +85,7 @@ class Stored:
         return stored
 
     @classmethod
-    def newest_whole(
+    def newest_undamaged(
         cls, folder: Any, agreement: RankAgreement, *, verify: bool = True
     ) -> tuple[Stored, tuple[str, ...]]:
         """Opens the newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.

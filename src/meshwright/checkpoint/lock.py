@@ -57,16 +57,16 @@ class Holder:
     since: str
 
     @classmethod
-    def here(cls) -> Holder:
+    def this_process(cls) -> Holder:
         """A holder for this process, with a new key."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         pid = os.getpid()
         return cls(uuid4().hex, socket.gethostname(), pid, identity.machine(), identity.started(pid), since)
 
     @property
-    def is_here(self) -> bool:
+    def is_this_process(self) -> bool:
         """Whether the holder is this process."""
-        ours = Holder.here()
+        ours = Holder.this_process()
         return (self.host, self.pid, self.machine, self.started) == (ours.host, ours.pid, ours.machine, ours.started)
 
     @property
@@ -158,7 +158,7 @@ def hold(
         holder, text = _read(path)
         if text is None:
             continue  # released in the meantime
-        if holder is not None and holder.is_here:
+        if holder is not None and holder.is_this_process:
             return Lock(path, holder, None, beat)
         now = time.monotonic()
         living = None if holder is None else holder.lives()
@@ -190,7 +190,7 @@ def _take(path: Path, beat: float) -> Lock | None:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return None
-    holder = Holder.here()
+    holder = Holder.this_process()
     try:
         os.pwrite(file, _text(holder, 0), 0)
         os.fsync(file)
@@ -232,7 +232,7 @@ def _break(path: Path, holder: Holder | None, text: str) -> None:
 
 @contextmanager
 def _exclusive(path: Path, patience: float = 0.0) -> Iterator[bool]:
-    """In its block, no other process removes the file of this name.
+    """A context in which no other process removes the file of this name.
 
     Yields False if another process has this right for more than ``patience`` seconds, or if the file does not exist. Without
     it, a process that saw a dead holder a moment ago could remove the lock of a process that has taken over since.

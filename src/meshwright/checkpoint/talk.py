@@ -146,7 +146,7 @@ def because(failed: Finding, why: object) -> Finding:
 
 @contextmanager
 def without_warning() -> Iterator[None]:
-    """In its block, suppresses DCP's warning that no process group exists.
+    """A context that suppresses DCP's warning that no process group exists.
 
     Only for the main thread: warning filters apply to all threads of the process.
     """
@@ -157,7 +157,7 @@ def without_warning() -> Iterator[None]:
 
 @contextmanager
 def raising_plain_errors() -> Iterator[None]:
-    """In its block, turns any exception into an OSError with its text.
+    """A context that turns any exception into an OSError with its text.
 
     For functions that DCP calls: it sends exceptions to other ranks, and hangs if one cannot be pickled.
     """

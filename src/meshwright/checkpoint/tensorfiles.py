@@ -129,8 +129,8 @@ def _open_file(file: Path, findings: Findings) -> dict[str, LazyTensor]:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Name, shape and dtype of a tensor to write."""
+class TensorSpec:
+    """Name, shape and dtype of a tensor to write, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -138,45 +138,48 @@ class Entry:
 
     @property
     def bytes(self) -> int:
+        """Size of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_file(path: Path, entries: Iterable[Entry], values: Callable[[Entry], Tensor]) -> None:
+def write_file(path: Path, specs: Iterable[TensorSpec], value_of: Callable[[TensorSpec], Tensor]) -> None:
     """Writes a safetensors file.
 
     Args:
-        values: called for one tensor at a time, in the order of ``in_order``. No value is kept.
+        path: of the new file.
+        specs: the tensors to write, in any order.
+        value_of: returns the values of one tensor. Called once for each, in the order of ``in_order``; no value is kept.
 
     Raises:
-        ValueError: a value has another shape or dtype than its entry.
+        ValueError: a value has another shape or dtype than its spec.
     """
-    ordered = in_order(entries)
+    ordered = in_order(specs)
     with open(path, "wb") as file:
         file.write(_header(ordered))
-        for entry in ordered:
-            value = values(entry)
-            if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
-                raise ValueError(f"{entry.name}: {value.dtype} {tuple(value.shape)}, not {entry.dtype} {entry.shape}")
+        for spec in ordered:
+            value = value_of(spec)
+            if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+                raise ValueError(f"{spec.name}: {value.dtype} {tuple(value.shape)}, not {spec.dtype} {spec.shape}")
             file.write(_bytes(value))
             del value  # before the next one is made
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries in the order of their values in the file.
+def in_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The tensors in the order in which a file has their values.
 
     The widest types come first, as in files of the safetensors package: each tensor then starts at a multiple of its width.
     """
-    return sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
 
 
-def _header(entries: Iterable[Entry]) -> bytes:
-    """The header's length and the header, padded to a multiple of 8 bytes."""
+def _header(specs: Iterable[TensorSpec]) -> bytes:
+    """The header's length and the header, padded with spaces to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": FORMAT}
     start = 0
-    for entry in entries:
-        offsets = [start, start + entry.bytes]
-        header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        start += entry.bytes
+    for spec in specs:
+        offsets = [start, start + spec.bytes]
+        header[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        start += spec.bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -18,9 +18,8 @@ from meshwright.errors import Findings
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Link, Profile
 
-_SHARING = (
-    8  # most processes between which collectives are measured: two for each core, as the ranks of a run share cores
-)
+# most processes between which collectives are measured: two for each core, as the ranks of a run share cores
+_SHARING = 8
 _DEVICES_PER_NODE = 4096  # a device is a process here, and any number of processes of one machine are one node
 
 

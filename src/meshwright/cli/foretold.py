@@ -45,9 +45,7 @@ def steps_in_time(
     if not steps:
         return ()
     if hardware is not None:
-        named_profile(
-            hardware, network
-        )  # raises: a wrong name on the command line is an error, a missing default is not
+        named_profile(hardware, network)  # raises if a name is wrong; without a name, a missing profile is no error
     selected = worth_drawing(history.observed, step)
     first_of_plan = {observed.plan: observed for observed in selected}  # steps of one plan are predicted once
     predictions = {
@@ -96,9 +94,8 @@ def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:
     from meshwright.prediction.predict import predict
 
     same = courses.read(run)
-    plan = Plan.from_yaml(observed.plan).replace(
-        weights=DRAWN, verify=0
-    )  # without loading, and without comparing replicas
+    # Weights are not loaded, and replicas not compared: neither changes what a step takes.
+    plan = Plan.from_yaml(observed.plan).replace(weights=DRAWN, verify=0)
     target = load_target(same.target, same.settings, rows=min(_DISTINCT_ROWS, same.global_batch), length=LENGTH)
     has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
     batch = batch_of_rows(target.batch, same.global_batch if has_generated_batch else None, pieces_of(plan))

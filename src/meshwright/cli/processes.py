@@ -46,9 +46,8 @@ def reported_errors(*, quiet: bool = False) -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, PlanError) else 1) from None
 
 
-_ERROR_FILE = (
-    "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank, and prints a summary of what ranks write there
-)
+# torchrun names a file for each rank in this variable, and prints a summary of the errors that ranks write there
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def recorded(command: Callable[[], None]) -> Callable[[], None]:

@@ -340,9 +340,8 @@ def _train_on_this_rank(
 
     target, same = inputs.target, course.same
     starts_groups = not dist.is_initialized()
-    resumes = (
-        newest(course.folder) is not None
-    )  # ranks may see different folders: rank 0's answer counts, with its recipe
+    # Ranks may see different folders: rank 0's answer counts, with its recipe.
+    resumes = newest(course.folder) is not None
     plan = inputs.plan.replace(weights=CHECKPOINT) if resumes else inputs.plan  # loaded weights need no random values
     job = parallelize(
         target.build, plan, batch=target.batch, loss=inputs.loss, device=inputs.device,

@@ -64,9 +64,8 @@ class Recorder(TorchDispatchMode):
         """Runs an op, or defers it, by the rules at the top of this package."""
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a subclass dispatches first; its inner ops come here again
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # then composite ops are not decomposed, and some copy or alias by strides
+        # In inference mode torch does not decompose composite ops, some of which copy or alias by strides.
+        if torch.is_inference_mode_enabled():
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -103,9 +102,8 @@ class Recorder(TorchDispatchMode):
                 self.told_by_chance or has_generator or not all(map(address_of, results)) or not results
             )
         elif not mutable:
-            self._random.difference_update(
-                map(address_of, results)
-            )  # a new storage may have the address of a freed one
+            # A new storage may have the address of a freed one.
+            self._random.difference_update(map(address_of, results))
         return result
 
     # -- deferred tensors
@@ -307,9 +305,8 @@ class Readers(FunctionMode):
         kwargs = kwargs or {}
         if func is torch.as_tensor and args and isinstance(args[0], Tensor):
             kinds = dict(zip(("dtype", "device"), args[1:], strict=False)) | kwargs
-            return args[0].to(
-                **{name: x for name, x in kinds.items() if x is not None}
-            )  # may be the tensor itself: writes must reach it
+            # The result may be the tensor itself, which writes to the result must reach.
+            return args[0].to(**{name: x for name, x in kinds.items() if x is not None})
         if func is torch.asarray and args and isinstance(args[0], Tensor):
             self._recorder.fill(args[0])
         if func in READS_BELOW:

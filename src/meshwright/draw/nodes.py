@@ -22,9 +22,9 @@ from rich.text import Text
 
 from meshwright.draw.topology import AxisLinks, Topology
 
-_MOST = 8  # most ranks of a row, rows of a node and ranks of a group that are drawn
+_MOST = 8  # most columns and lines of a node, and most ranks of a group, that are drawn
 _NODES = 4  # most nodes that are drawn, if there are more than fit a screen
-_COLUMNS = 120  # most characters of boxes beside each other
+_COLUMNS = 120  # most characters of a line of boxes
 _BETWEEN = "bold magenta"
 _LEFT_OUT = "…"
 
@@ -48,9 +48,9 @@ def links(topology: Topology) -> Text:
     """A line for each axis: a group of its ranks, and the links between them. Empty for a mesh of one rank."""
     names = max(map(len, topology.mesh.names))
     groups = [_group(topology, axis) for axis in topology.axes]
-    wide = max(map(len, groups), default=0)
+    width = max(map(len, groups), default=0)
     lines = [
-        Text.assemble(axis.axis.ljust(names), "  ", group, " " * (wide - len(group)), f"  {axis}")
+        Text.assemble(axis.axis.ljust(names), "  ", group, " " * (width - len(group)), f"  {axis}")
         for axis, group in zip(topology.axes, groups, strict=True)
     ]
     if any(axis.crossing for axis in topology.axes):
@@ -80,8 +80,8 @@ def _ranks(topology: Topology, node: int, width: int) -> list[str]:
 
 
 def _table(topology: Topology, node: int, most: int) -> list[str]:
-    """The ranks of a node as lines of a table: a column for each index on the last axis, a row for each combination on the
-    other axes; axes of size 1 are left out. Where a node begins or ends within a row, other nodes' ranks are left blank.
+    """The ranks of a node as lines of a table: a column for each index on the last axis, a line for each combination of the
+    other axes. Axes of size 1 are left out. If a line also has ranks of another node, these are blank.
 
     Args:
         most: number of columns. If there are more, those in the middle are left out.
@@ -91,17 +91,17 @@ def _table(topology: Topology, node: int, most: int) -> list[str]:
     indices = sorted({rank % width for rank in ranks})
     columns = _few(indices, most)
     table = [["", *(_LEFT_OUT if index is None else f"{last} {index}" for index in columns)]]
-    for row in _few(range(ranks[0] // width, ranks[-1] // width + 1)):
-        if row is None:
+    for number in _few(range(ranks[0] // width, ranks[-1] // width + 1)):
+        if number is None:
             table.append([_LEFT_OUT] * (len(columns) + 1))
             continue
-        at = mesh.coordinate(row * width)
-        label = " · ".join(f"{axis} {at[axis]}" for axis, _ in outer)
-        cells = (_LEFT_OUT if index is None else _cell(row * width + index, ranks) for index in columns)
+        coordinate = mesh.coordinate(number * width)
+        label = " · ".join(f"{axis} {coordinate[axis]}" for axis, _ in outer)
+        cells = (_LEFT_OUT if index is None else _cell(number * width + index, ranks) for index in columns)
         table.append([label, *cells])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-    return [row if outer else row[2:] for row in rows]
+    lines = ["  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for label, *cells in table]
+    return lines if outer else [line[len("  ") :] for line in lines]  # without outer axes the labels are empty
 
 
 def _cell(rank: int, ranks: range) -> str:
@@ -109,24 +109,24 @@ def _cell(rank: int, ranks: range) -> str:
 
 
 def _box(title: str, lines: Sequence[str]) -> list[str]:
-    wide = max(len(title), *map(len, lines))
+    width = max(len(title), *map(len, lines))
     return [
-        f"┌ {title} {'─' * (wide - len(title))}┐",
-        *(f"│ {line.ljust(wide)} │" for line in lines),
-        f"└{'─' * (wide + 2)}┘",
+        f"┌ {title} {'─' * (width - len(title))}┐",
+        *(f"│ {line.ljust(width)} │" for line in lines),
+        f"└{'─' * (width + 2)}┘",
     ]
 
 
 def _beside(boxes: Sequence[list[str]], width: int) -> Iterator[str]:
     """The lines of boxes, as many beside each other as ``width`` characters have room for."""
-    rows: list[list[list[str]]] = [[]]
+    groups: list[list[list[str]]] = [[]]  # boxes that stand beside each other
     for box in boxes:
-        if rows[-1] and sum(len(one[0]) + 2 for one in [*rows[-1], box]) - 2 > width:
-            rows.append([])
-        rows[-1].append(box)
-    for row in rows:
-        for parts in zip_longest(*row, fillvalue=""):
-            yield "  ".join(part.ljust(len(box[0])) for part, box in zip(parts, row, strict=True)).rstrip()
+        if groups[-1] and sum(len(other[0]) + 2 for other in [*groups[-1], box]) - 2 > width:
+            groups.append([])
+        groups[-1].append(box)
+    for group in groups:
+        for parts in zip_longest(*group, fillvalue=""):
+            yield "  ".join(part.ljust(len(box[0])) for part, box in zip(parts, group, strict=True)).rstrip()
 
 
 def _few(items: Sequence[int], most: int = _MOST) -> list[int | None]:

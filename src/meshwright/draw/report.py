@@ -158,7 +158,7 @@ def report(
 
 def _recipe_of(prediction: Prediction) -> Recipe:
     if prediction.recipe is None:
-        raise ValueError("what was measured has no recipe: report(recipe) of make_recipe, or report(predict(...))")
+        raise ValueError("a measured step has no recipe: call report(make_recipe(...)) or report(predict(...))")
     return prediction.recipe
 
 

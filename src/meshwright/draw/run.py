@@ -50,7 +50,7 @@ class StepInTime:
 def drawn(history: History, observed: Sequence[StepInTime] = (), at: int = -1) -> RenderableType:
     """The history of a run as a renderable for rich. ``at``: index of the observed step that is shown in full."""
     steps = history.steps
-    reach = f"steps {steps[0]} to {steps[-1]}" if steps else "no step is told"
+    reach = f"steps {steps[0]} to {steps[-1]}" if steps else "no step is recorded"
     heading = Text.assemble((history.folder, "bold"), f": {history.about.get('target', 'a run')}, {reach}")
     return Group(
         heading, *_series(history), *_memories(history.memories), *_comparisons(history.comparisons), *_in_time(observed, at),
@@ -121,8 +121,9 @@ def _memories(memories: Sequence[RankMemory]) -> Iterator[RenderableType]:
         return
     last, most = [memory.last for memory in memories], [memory.most for memory in memories]
     if len(memories) > _MANY:
-        low, high = min(range(len(most)), key=most.__getitem__), max(range(len(most)), key=most.__getitem__)
-        text = f"from {size_text(most[low])} (rank {low}) to {size_text(most[high])} (rank {high}) of {len(memories)} ranks"
+        low_rank, high_rank = most.index(min(most)), most.index(max(most))
+        low, high = f"{size_text(most[low_rank])} (rank {low_rank})", f"{size_text(most[high_rank])} (rank {high_rank})"
+        text = f"from {low} to {high} of {len(memories)} ranks"
         yield Text(f"\nmemory at most: {text}")
         return
     table = _table("memory", "last", "most", "")
@@ -203,6 +204,6 @@ def _rest(history: History) -> Iterator[RenderableType]:
     if history.hang:
         yield Text("\nranks stopped answering: hang.txt has the report", style="bold red")
     if history.absent:
-        yield Text("\nnot told", style="bold")
+        yield Text("\nnot known", style="bold")
     for line in history.absent:
         yield Text(f"  {line}", style="dim")

@@ -45,8 +45,8 @@ def render(
         rank: the rank whose slices are shown. Default: 0.
         width: columns to use. Default: those of the console.
         parameter: a glob. Only parameters that match it are shown, without stages, branches and notes.
-        pictures: number of rows, from the first on, that also get a picture of which rank holds which part. Default: 3 with
-            ``parameter``, else 0.
+        pictures: number of lines of the listing, from the first on, whose parameters also get a picture: which rank holds
+            which part. Default: 3 with ``parameter``, else 0.
         per_node: number of ranks on a node, to draw the nodes and the links of each axis. 0: not known.
 
     Raises:
@@ -72,7 +72,7 @@ _PICTURES = 3  # of single parameters by default: they fit a screen
 
 
 def _pictures(shard_map: ShardMap, rows: Sequence[Row], rank: int | None, most: int) -> Iterator[RenderableType]:
-    """Pictures of the first rows, and a line with the number of rows without one."""
+    """Pictures of the first rows, and a line with the number of rows without a picture."""
     for row in rows[:most]:
         yield Text()
         yield picture(shard_map, row, rank=rank)

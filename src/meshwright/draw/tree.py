@@ -89,7 +89,15 @@ class Listing:
 
 
 class _Columns:
-    """The tree's lines, padded to columns. If the width is too small, the last column goes below each line."""
+    """The tree's lines, padded to columns. If the width is too small, the slices of the last column go below each line.
+
+    Attributes:
+        axes: the axes that have a column.
+        units: modules that FSDP2 gathers at once.
+        name_width: of the first column, with the guides of the tree.
+        widths: of the other columns.
+        slices_below: whether the slices go below each line.
+    """
 
     def __init__(self, shard_map: ShardMap, root: _Node, rank: int, width: int) -> None:
         self.map, self.root, self.rank = shard_map, root, rank
@@ -99,16 +107,18 @@ class _Columns:
         nodes = list(root.depths())
         cells = [self.cells(node.row) for _, node in nodes if node.row]
         titles = self.titles()
-        self.name = max([len("parameter"), *(_GUIDE * depth + cell_len(node.label) for depth, node in nodes)])
+        self.name_width = max([len("parameter"), *(_GUIDE * depth + cell_len(node.label) for depth, node in nodes)])
         self.widths = [max(cell_len(column[i]) for column in [titles, *cells]) for i in range(len(titles))]
-        self.below = self.name + sum(_GAP + column_width for column_width in self.widths) > width
+        self.slices_below = self.name_width + sum(_GAP + column_width for column_width in self.widths) > width
 
     def titles(self) -> list[str]:
+        """The titles of all columns but the first."""
         sizes = dict(self.map.mesh.axes)
         axes = [f"{axis}={sizes[axis]}" if sizes.get(axis, 1) > 1 else axis for axis in self.axes]
         return ["shape", *axes, *["ranks"] * self.has_branches, f"rank {self.rank} holds"]
 
     def cells(self, row: Row) -> list[str]:
+        """The texts of a parameter in all columns but the first."""
         facts = row.first
         layouts = [
             stages_text(row) if axis == "pp" else layout_text(facts.on_axis(axis), len(facts.shape))
@@ -128,44 +138,43 @@ class _Columns:
         return f"{ranks_text(holders)} ({', '.join(submeshes)})"
 
     def tree(self) -> Tree:
-        titles = self.titles()[: -1 if self.below else None]
+        """The whole tree, with the titles of the columns as its root."""
+        titles = self.titles()[: -1 if self.slices_below else None]
         tree = Tree(self.line("parameter", 0, titles, ["bold"] * len(titles)), guide_style="dim")
-        self.grow(tree, self.root, 1)
+        self.add_children(tree, self.root, 1)
         return tree
 
-    def grow(self, tree: Tree, node: _Node, depth: int) -> None:
+    def add_children(self, tree: Tree, node: _Node, depth: int) -> None:
+        """Adds the modules and parameters below a node to its tree."""
         for child in node.children.values():
             if child.row is not None:
-                tree.add(self.leaf(child, child.row, depth))
+                tree.add(self.parameter_lines(child, child.row, depth))
                 continue
             label = Text(child.label, style="bold")
             label.append(f" ×{child.copies}" if child.copies > node.copies else "")
             if child.path in self.units and self.map.mesh.data_size > 1:
                 label.append("  gathered as one unit", style="dim not bold")
-            self.grow(tree.add(label), child, depth + 1)
+            self.add_children(tree.add(label), child, depth + 1)
 
-    def leaf(self, node: _Node, row: Row, depth: int) -> RenderableType:
+    def parameter_lines(self, node: _Node, row: Row, depth: int) -> RenderableType:
+        """The line of a parameter, with its remarks below it."""
         *cells, slices = self.cells(row)
         facts = row.first
-        styles = [
-            "",
-            *(
-                "dim" if cell == str(REPLICATE) else _COLORS.get(a, "")
-                for a, cell in zip(self.axes, cells[1:], strict=False)
-            ),
-            *[""] * self.has_branches,
-        ]
-        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), slices)] if self.below else []
+        layouts = zip(self.axes, cells[1:], strict=False)  # (after the shape: axis, text of the layout)
+        layout_styles = ["dim" if text == str(REPLICATE) else _COLORS.get(axis, "") for axis, text in layouts]
+        styles = ["", *layout_styles, *[""] * self.has_branches]
+        below = [Text.assemble((f"rank {self.rank} holds ", "dim"), slices)] if self.slices_below else []
         tp = self.map.recipe.places[facts.places[0]].tp > 1
         below += [Text(remark, style="dim") for remark in remarks(facts, tp)]
-        if not self.below:
+        if not self.slices_below:
             cells, styles = [*cells, slices], [*styles, ""]
         line = self.line(node.label, depth, cells, styles)
         return Group(line, *(Padding(text, (0, 0, 0, 2), expand=False) for text in below)) if below else line
 
     def line(self, label: str, depth: int, cells: Sequence[str], styles: Sequence[str]) -> Text:
-        name = self.name - _GUIDE * depth
-        text = Text(label + " " * (name - cell_len(label)), no_wrap=True, overflow="ellipsis")
+        """A line of the tree: a label, and a cell for each column in its style."""
+        label_width = self.name_width - _GUIDE * depth
+        text = Text(label + " " * (label_width - cell_len(label)), no_wrap=True, overflow="ellipsis")
         for cell, width, style in zip(cells, self.widths, styles, strict=False):
             text.append(" " * _GAP)
             text.append(cell, style=style)

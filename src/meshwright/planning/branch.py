@@ -167,7 +167,7 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
             others = frozenset(p for p in range(len(places)) if branch not in places.chain(p))
             elsewhere[branch] = StageProgram(graph, crossings(graph, ()), 0, placed, places, others)
         if not any(
-            elsewhere[branch].treated.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
+            elsewhere[branch].treatments.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
         ):
             ties.append(i)
     return ties

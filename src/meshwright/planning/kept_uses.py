@@ -38,9 +38,8 @@ class KeptUses:
         self._model, self._graph, self._uses = model, graph, uses
         self.touched: dict[int, Touches] = {}
         self.changed_in: dict[Path, list[Slot]] = {}
-        self._modules = {
-            slot: model.get_submodule(slot[0]) for slot in changed
-        }  # looked up once: each call reads all slots
+        # Looked up once: each call reads all slots.
+        self._modules = {slot: model.get_submodule(slot[0]) for slot in changed}
         self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
         self._kept = {slot: slot_value(model, slot) for slot in changed}
         self._tensor_meta = {

@@ -125,9 +125,8 @@ class Meeting(FunctionMode):
             return func(torch.ones(x.shape, dtype=x.dtype)) if func in _READ_AS_ONES and x.is_meta else NotImplemented
         if not x.is_meta:
             return NotImplemented
-        if (
-            func == _DEVICE
-        ):  # tensors that the model makes on this device are real; ``torch.autocast(x.device.type)`` works
+        # Tensors that the model makes on this device are real, and ``torch.autocast(x.device.type)`` works.
+        if func == _DEVICE:
             return torch.device("cpu")
         if func is Tensor.type:
             return _type(*args, **kwargs)

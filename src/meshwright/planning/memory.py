@@ -13,8 +13,8 @@
     4  A checkpoint of the model's own that changes such memory: it stays whole, as it changes the memory twice, as on one
        device.
     5  A ``torch.Generator`` of the model's own from which several places of the forward draw. Each rank has a copy, and draws
-       the numbers of other stages as well (``StageProgram.along``). All its draws are in one stage if a rank cannot do that:
-       if how many numbers are drawn depends on values, or if a checkpoint of the model's own draws them again.
+       the numbers of other stages as well (``StageProgram.other_stage_draws``). All its draws are in one stage if a rank cannot
+       do that: if how many numbers are drawn depends on values, or if a checkpoint of the model's own draws them again.
     6  Random numbers from Python and NumPy. Every stage runs the Python code that draws them, up to the forward's end if a
        module holds the generator. A call that acts on a value runs on its stage only: if it may draw, there is no cut after
        it, and no cut at all if a module holds the generator.

@@ -154,7 +154,7 @@ class Recorder(Tracer):
 
     def _as_value(self, t: Tensor) -> Tensor:
         """A value for a tensor that is computed from the batch alone: a view with a number of its own. Others are unchanged."""
-        if self.known(t) or isinstance(t, nn.Parameter):
+        if self.is_value(t) or isinstance(t, nn.Parameter):
             return t
         with without_modes():
             t = t.view_as(t)
@@ -185,7 +185,7 @@ class Recorder(Tracer):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
     ) -> Any:
         graph, position = self.graph, len(self.graph.events)
-        named = tuple((i, self._new(t, position)) for i, t in enumerate(tensors) if self.unnumbered(t))
+        named = tuple((i, self._new(t, position)) for i, t in enumerate(tensors) if self.is_unnumbered(t))
         inputs = tuple(n for t in tensors if (n := self.number(t)) is not None)
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
@@ -242,10 +242,10 @@ class Recorder(Tracer):
         written = self.memory.since(tick) - {memory_of(t) for t in targets}
         strangers = [
             (i, t) for i, t in enumerate(tensors)
-            if memory_of(t) in written and not self.known(t) and not isinstance(t, nn.Parameter)
+            if memory_of(t) in written and not self.is_value(t) and not isinstance(t, nn.Parameter)
         ]  # fmt: skip
         for _, t in strangers:
-            self.share(t)
+            self.share_memory(t)
         return tuple((i, self._new(t, position)) for i, t in strangers)
 
     def _listens(self, func: Any, inputs: tuple[int, ...], position: int) -> bool:
@@ -277,7 +277,7 @@ class Recorder(Tracer):
         Returns:
             (number before, number now) of the values in written memory that are not targets.
         """
-        foreign = {memory_of(t) for t in targets if not self.marked(t) and not isinstance(t, nn.Parameter)} - {0}
+        foreign = {memory_of(t) for t in targets if not self.is_marked(t) and not isinstance(t, nn.Parameter)} - {0}
         written = self.memory.since(tick) | {memory_of(t) for t in targets}
         others = [t for m in written for t in self._named.get(m, ()) if not any(t is x for x in targets)]
         for t in targets:
@@ -396,7 +396,7 @@ class Recorder(Tracer):
         """Called after the forward: completes the calls, and adds the spans that must stay in one stage."""
         graph, kept = self.graph, self.kept
         graph.draws_held = drawn_from(self._generators_of_host) != self._numbers
-        slots = kept.tell(self.known)
+        slots = kept.tell(self.is_value)
         carried = kept.memories(slots)
         foreign = {m: t for m, t in kept.touched.items() if m not in carried}
         for memory, touched in kept.touched.items():

@@ -181,7 +181,9 @@ class _Finder(Tracer):
     def _apart(
         self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> bool:
-        if not event.plain or event.written is not None or not all(self.rows.has(t) for t in tensors if self.known(t)):
+        if not event.plain or event.written is not None:
+            return False
+        if not all(self.rows.has(t) for t in tensors if self.is_value(t)):
             return False
         try:
             with torch.no_grad():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.talk import RankAgreement
-from meshwright.checkpoint.tensorfiles import Entry, in_order, write_file
+from meshwright.checkpoint.tensorfiles import TensorSpec, in_order, write_file
 from meshwright.errors import Finding
 from meshwright.layout import in_one_dim
 from meshwright.recording.folder import MANIFEST, is_recording
@@ -102,10 +102,10 @@ def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Vie
     failed = Finding("this recording", "ranks could not agree on what they hold", "tensors that fit each other")
     views: Views = ranks.agreement.first(lambda: views_of(facts_by_rank), failed)
     by_key = {view.key: (name, view) for name, some in views.views.items() for view in some if view.key is not None}
-    entries = [Entry(str(key), *_stored(view)) for key, (_, view) in by_key.items()]
+    specs = [TensorSpec(str(key), *_stored(view)) for key, (_, view) in by_key.items()]
 
-    def value(entry: Entry) -> Tensor:
-        name, view = by_key[entry.name]
+    def value(spec: TensorSpec) -> Tensor:
+        name, view = by_key[spec.name]
         copy = copies.get(name)
         takes_part = copy is not None and (copy.layout.gathers or ranks.rank == view.writer)
         whole = copy.whole() if copy is not None and takes_part else None
@@ -115,10 +115,10 @@ def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Vie
         return torch.view_as_real(received.cpu().contiguous()) if received.is_complex() else received
 
     if ranks.rank == 0:
-        write_file(file, entries, value)
+        write_file(file, specs, value)
     else:
-        for entry in in_order(entries):
-            value(entry)
+        for spec in in_order(specs):
+            value(spec)
     return views
 
 

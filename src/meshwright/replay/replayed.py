@@ -37,10 +37,8 @@ from meshwright.spmd.signature import NEVER, read
 from meshwright.spmd.tensor import GlobalTensor, spec_of
 
 _FEWEST = 4  # with fewer nodes, a replay saves less than its look-up costs
-_VARIANTS, _STATES = (
-    16,
-    4,
-)  # most keys of a block, and most states of a key, before it stays eager: each costs two recordings
+# most keys of a block, and most states of a key, before it stays eager: each costs two recordings
+_VARIANTS, _STATES = 16, 4
 
 
 @dataclass

@@ -5,7 +5,7 @@
 3  wrap module calls     calls/hook.py: activation checkpointing, sequence parallelism, this rank's part of a forward
 4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then on the root
 5  allocate and fill     runtime/weights/parameters.py: each rank fills its slices of the one-device values
-6  view                  the SPMD mode, under which the model's forward sees full tensors
+6  spmd                  the SPMD mode, under which the model's forward sees full tensors
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshwright.runtime.weights.parameters import (
 )
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.runtime.weights.step_gradients import Hooks, StepGradients, take_hooks
-from meshwright.runtime.weights.unused import Routed
+from meshwright.runtime.weights.unused import UnusedParameters
 from meshwright.spmd.comm import Axis, Ledger
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
@@ -101,14 +101,14 @@ def apply(
     # Ranks of one tp group draw the same numbers; the SPMD mode takes slices of them.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
-    view = _view(model, recipe, dispatchers, branching, stand_ins)
+    spmd = _spmd_mode(model, recipe, dispatchers, branching, stand_ins)
     streams = _streams(recipe, groups)
     stages = Stages(
         model, recipe, groups,
-        view=view, halves=halves(model.named_parameters(), recipe) if view is None else None,
+        spmd=spmd, halves=halves(model.named_parameters(), recipe) if spmd is None else None,
         dispatchers=dispatchers.values(), calls=calls, branching=branching, streams=streams,
     )  # fmt: skip
-    runner = _runner(stages, hooks, replanner, loss, wholes=view is not None)
+    runner = _runner(stages, hooks, replanner, loss, wholes=spmd is not None)
     return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs)
 
 
@@ -151,10 +151,10 @@ def _module_calls(
 
 def _runner(stages: Stages, hooks: Mapping[str, Hooks], replanner: Replanner, loss: Loss, *, wholes: bool) -> Runner:
     model, recipe, groups = stages.model, stages.recipe, stages.groups
-    routed = Routed(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
+    unused = UnusedParameters(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     gradients = StepGradients(model, recipe, groups, hooks)
-    return Runner(stages, programs, loss, gradients, routed=routed, wholes=wholes)
+    return Runner(stages, programs, loss, gradients, unused=unused, wholes=wholes)
 
 
 def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stages) -> Programs:
@@ -166,7 +166,7 @@ def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stag
         among,
         stages.modes,
         stages.switches,
-        mine=None if stages.branching is None else stages.branching.mine,
+        rank_places=None if stages.branching is None else stages.branching.rank_places,
         streamed=stages.streams is not None,
     )
 
@@ -219,7 +219,7 @@ def _dispatchers(model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledge
     return dispatchers
 
 
-def _view(
+def _spmd_mode(
     model: nn.Module,
     recipe: Recipe,
     dispatchers: Mapping[int, Dispatcher],

@@ -119,7 +119,7 @@ class Division:
         return self._trials.of(self._evaluating).verdict.kind
 
     def settle(self, rows: str) -> None:
-        """Sets how rows combine, as found in another run; ignored if this one has found out."""
+        """Sets how rows combine, as an earlier run of this model has found out. Ignored if this run has found out itself."""
         if self.rows == "auto":
             self._trials.settle(self._trained, rows)
 
@@ -213,8 +213,11 @@ class Division:
         return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
 
     def _stand_in(self, batch: Any) -> Any:
-        """A row for microbatches without rows; its weight is 0. It is a row of this rank, as a row of zeros may be fully
-        masked, and give a loss that is not finite. If the batch has no rows, it is a row of the batch before."""
+        """A row for microbatches without rows. Its weight is 0.
+
+        It is a row of this rank: a row of zeros may be fully masked, and give a loss that is not finite. If the batch has no
+        rows, it is a row of an earlier batch.
+        """
         if rows_of(batch):
             self._row = copied(take_rows(batch, 0, 1))
         if self._row is not None:
@@ -286,23 +289,25 @@ class Division:
             self._refuse_parts_not_finite(unread)
 
     def _refuse_parts_not_finite(self, step: Unread) -> None:
-        """The loss of a step is not finite, as that of a microbatch is not. Tries whether it is finite if this microbatch
-        runs together with another one: if not, it is not finite on one device either. Collective.
+        """Called if the loss of some microbatch is not finite. Runs this microbatch together with one whose loss is finite. If
+        the loss of both is not finite either, then neither is that of the batch on one device. Collective.
 
         Raises:
-            RowsError: on every rank: it is finite; or the optimizer has stepped since, and a trial is not possible any more.
+            RowsError: on every rank: the loss of both is finite; or the optimizer has stepped since, and no trial is possible.
         """
         groups = self._runner.groups
         if self.late and any(groups.on_any([not self._is_finite()])):
             raise RowsError(
-                "the loss of a step was not finite, and the optimizer has stepped: whether it is finite on one device, where "
-                "rows are not run apart, cannot be known now; `job.finish_step()` before `optimizer.step()` says it in time"
+                "the loss of a step was not finite, and the optimizer has stepped: whether the loss is finite on one device, "
+                "which runs all rows together, cannot be tried any more; call `job.finish_step()` before `optimizer.step()`"
             )
         everywhere: list[Any] = [None] * dist.get_world_size()
-        finite_here = [bool(torch.isfinite(loss)) for loss in step.losses]
-        dist.all_gather_object(everywhere, finite_here, group=groups.hosts[""])
+        are_finite = [bool(torch.isfinite(loss)) for loss in step.losses]
+        dist.all_gather_object(everywhere, are_finite, group=groups.hosts[""])
         pieces = [(rank, m, finite) for rank, of_rank in enumerate(everywhere) for m, finite in enumerate(of_rank)]
-        pair = [next(((rank, m) for rank, m, finite in pieces if finite == wanted), None) for wanted in (False, True)]
+        first_not_finite = next(((rank, m) for rank, m, finite in pieces if not finite), None)
+        first_finite = next(((rank, m) for rank, m, finite in pieces if finite), None)
+        pair = first_not_finite, first_finite
         rows = [self._rows_of_piece(step.pieces, *piece) for piece in pair if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
         if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
@@ -310,7 +315,7 @@ class Division:
         (rank, microbatch), *_ = (piece for piece in pair if piece is not None)
         raise RowsError(
             f"the loss of microbatch {microbatch} of rank {rank} is not finite, and that of its rows and others at once is: "
-            "the model takes a mean over nothing (0/0), say, which no weight makes right"
+            "the model may take a mean over no elements (0/0), which no weight can correct"
         )
 
     def _is_finite(self) -> bool:
@@ -318,12 +323,12 @@ class Division:
         return all(bool(local_tensor(p).isfinite().all()) for p in self._runner.held.parameters())
 
     def _is_new_kind(self) -> bool:
-        """Whether rows of this step should be tried: no step before took its paths, or had a batch of its form."""
+        """Whether rows of this step should be tried: no earlier step took these paths, or had a batch of this form."""
         ways = self._paths.ways() if self._paths.watching else self._paths.NOTHING
         return self._divided and self._seen.needs_trial(self._kind_of_step(ways))
 
     def _try_what_is_new(self) -> None:
-        """Tries whether the rows of this step combine as those of earlier steps.
+        """Tries whether the rows of this step, which is of a new kind, combine as those of earlier steps.
 
         Raises:
             RowsError: on every rank: they do not.
@@ -339,8 +344,8 @@ class Division:
         )
 
     def _try_paths(self, pieces: Pieces) -> None:
-        """Microbatches of this step took different paths: tries whether the loss of two such together follows from their
-        own losses.
+        """Called if microbatches of this step took different paths. Runs two of these together, and tries whether their loss
+        follows from the two losses.
 
         Raises:
             RowsError: on every rank: it does not.

@@ -99,12 +99,14 @@ class Constant:
 
 
 @dataclass
-class Entries:
-    """What a rank compares: for each tensor its column, name and checksum.
+class LocalChecksums:
+    """The checksums of all tensors of a rank that are compared.
 
     Attributes:
-        columns: the number of each tensor's column; ``names``: its name; ``sums``: its checksum, on the device.
-        numbers: (column, name, number) of what is a number of the host already.
+        columns: for each tensor, the number of its column.
+        names: for each tensor, its name.
+        sums: for each tensor, its checksum, on the device.
+        numbers: (column, name, number), for numbers that the host has already.
         changed: (column, name) of buffers and frozen parameters that were written, or have other bits than in the beginning.
     """
 
@@ -121,7 +123,7 @@ class Entries:
         self.sums.append(checksum)
 
     def counts(self) -> dict[str, int]:
-        """Kind → how many there are of it."""
+        """Kind of tensor → number of tensors."""
         names = [*self.names, *(name for _, name, _ in self.numbers)]
         return dict(
             Counter(next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), name) for name in names)
@@ -173,7 +175,7 @@ class Guard:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the forwards and backwards of a step that is compared: records what the step does.
+        """A context for the forwards and backwards of a step that is compared: records what the step does.
 
         Raises:
             ReplicaError: ranks of a tp group enter different collectives. On all ranks of this group.
@@ -199,50 +201,51 @@ class Guard:
             ReplicaError: something differs. On every rank.
         """
         with torch.no_grad(), without_modes():
-            entries = self._entries(losses)
+            local = self._local_checksums(losses)
             device, count = self._groups.device, len(self._columns)
             written = self._notes.written()
             sums = torch.zeros(count + 1, dtype=torch.int64, device=device)  # of each column; and how many were written
             sums[count] = len(written)
-            if entries.sums:
-                factors = torch.tensor([number_of(name) | 1 for name in entries.names], device=device)
-                columns = torch.tensor(entries.columns, device=device)
-                sums.index_add_(0, columns, torch.stack(entries.sums) * factors)
-            for column, _, number in entries.numbers:
+            if local.sums:
+                factors = torch.tensor([number_of(name) | 1 for name in local.names], device=device)
+                column_numbers = torch.tensor(local.columns, device=device)
+                sums.index_add_(0, column_numbers, torch.stack(local.sums) * factors)
+            for column, _, number in local.numbers:
                 sums[column] += number
             gathered = [torch.empty_like(sums) for _ in range(self._recipe.mesh.size)]
             self.cost.moved("all_gather", sums)
             dist.all_gather(gathered, sums)
             rank_sums = torch.stack(gathered).tolist()
         self._notes = self._new_notes()
-        if any(own[count] for own in rank_sums):
+        if any(sums_of_rank[count] for sums_of_rank in rank_sums):
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
             lines = [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))]
-            self.last = Compared(step, entries.counts(), tuple(lines))
+            self.last = Compared(step, local.counts(), tuple(lines))
             raise ReplicaError(step, lines, _FIX_WRITTEN)
-        differing = [i for i, c in enumerate(self._columns.values()) if c.differing([own[i] for own in rank_sums])]
-        lines = self._differences(entries, differing) if differing else []
-        self.last = Compared(step, entries.counts(), tuple(lines))
+        columns = enumerate(self._columns.values())
+        differing = [i for i, column in columns if column.differing([sums_of_rank[i] for sums_of_rank in rank_sums])]
+        lines = self._differences(local, differing) if differing else []
+        self.last = Compared(step, local.counts(), tuple(lines))
         if lines:
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 
-    def _differences(self, entries: Entries, differing: Sequence[int]) -> list[str]:
+    def _differences(self, local: LocalChecksums, differing: Sequence[int]) -> list[str]:
         """The differences in some columns, in words; the same on every rank. Collective over all ranks.
 
         Args:
             differing: the numbers of the columns.
         """
-        sums = listed(entries.sums, self._groups.device)
+        sums = listed(local.sums, self._groups.device)
         checksums = {
             (column, name): value
-            for column, name, value in [*zip(entries.columns, entries.names, sums, strict=True), *entries.numbers]
+            for column, name, value in [*zip(local.columns, local.names, sums, strict=True), *local.numbers]
             if column in differing
         }
         # of each rank: (column, name) → checksum; and which were changed
         everywhere: list[tuple[dict[tuple[int, str], int], set[tuple[int, str]]]]
         everywhere = [({}, set())] * self._recipe.mesh.size
-        dist.all_gather_object(everywhere, (checksums, entries.changed))
+        dist.all_gather_object(everywhere, (checksums, local.changed))
         columns, lines = list(self._columns.values()), list[str]()
         for key in dict.fromkeys(key for values, _ in everywhere for key in values):
             if all(key in changed for values, changed in everywhere if key in values):
@@ -255,33 +258,33 @@ class Guard:
         more = len(lines) - _SHOWN
         return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
-    def _entries(self, losses: Sequence[Tensor]) -> Entries:
-        """All that this rank compares, with checksums."""
-        entries = Entries()
+    def _local_checksums(self, losses: Sequence[Tensor]) -> LocalChecksums:
+        """The checksums of everything that this rank compares."""
+        local = LocalChecksums()
         steps = _update_counts(self.optimizers)
         for name, line, p in self._parameters():
             if not p.requires_grad and name in self._constants:
                 continue
             column = self._index[key_of(line, self._recipe)]
-            entries.add(column, f"parameter {name}", checksum(local_tensor(p)))
-            if (done := steps.get(id(p))) is not None:
-                entries.add(column, f"steps of the optimizer, of parameter {name}", checksum(done.to(p.device)))
-        self._add_constants(entries)
+            local.add(column, f"parameter {name}", checksum(local_tensor(p)))
+            if (updates := steps.get(id(p))) is not None:
+                local.add(column, f"steps of the optimizer, of parameter {name}", checksum(updates.to(p.device)))
+        self._add_constants(local)
         for place in self._places:
             column = self._index["line", place]
-            entries.numbers.append(
+            local.numbers.append(
                 (column, "the order of collectives since the start", self._ledger.orders[place].number)
             )
         seen: dict[str, int] = {}
         for place, name, value in self._notes.activations:
             seen[name] = seen.get(name, 0) + 1
-            entries.add(self._index["line", place], f"{name} (tensor {seen[name]} of the step)", value)
+            local.add(self._index["line", place], f"{name} (tensor {seen[name]} of the step)", value)
         if 0 in self._places:
             for i, loss in enumerate(losses, 1):
-                entries.add(self._index["line", 0], f"loss of microbatch {i}", checksum(loss))
-        return entries
+                local.add(self._index["line", 0], f"loss of microbatch {i}", checksum(loss))
+        return local
 
-    def _add_constants(self, entries: Entries) -> None:
+    def _add_constants(self, local: LocalChecksums) -> None:
         """Adds buffers and frozen parameters. Those that forwards write may depend on rows, or on random numbers that
         differ between data ranks: they are compared within tp groups only."""
         frozen = {
@@ -299,11 +302,11 @@ class Guard:
             initial = self._constants.get(name)
             written = initial is None or initial.written(values[name])
             if written or (initial is not None and initial.checksum != number):
-                entries.changed.add((self._index[key], f"{kind} {name}"))
+                local.changed.add((self._index[key], f"{kind} {name}"))
             if not written:
-                entries.add(self._index[key], f"{kind} {name}", value)
+                local.add(self._index[key], f"{kind} {name}", value)
             elif place in self._places:
-                entries.add(self._index["line", place], f"{kind} {name}", value)
+                local.add(self._index["line", place], f"{kind} {name}", value)
 
     def _parameters(self) -> Iterator[tuple[str, ParameterRecipe, nn.Parameter]]:
         """(name, line of the recipe, parameter) of each parameter of this rank."""

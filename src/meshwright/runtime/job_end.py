@@ -28,9 +28,8 @@ from meshwright.watch.first_cause import Cause, FirstCause
 from meshwright.workers.pool import LOST_PEER
 
 _SHARED: tuple[type[Exception], ...] = (CheckpointError, RowsError, UnfrozenError)  # always raised on all ranks
-_TIMED_OUT = re.compile(
-    r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE
-)  # of gloo and NCCL
+# texts of errors of gloo and NCCL
+_TIMED_OUT = re.compile(r"timed out (waiting|after)|wait timeout|application timeout", re.IGNORECASE)
 _MOST = 2_000  # characters of an error that are sent to other ranks: every rank prints them
 
 
@@ -53,7 +52,7 @@ class JobEnd:
 
     @contextmanager
     def within(self, step: int, *alike: type[Exception]) -> Iterator[None]:
-        """Around code that needs all ranks: an error on this rank ends the job on all ranks.
+        """A context for code that needs all ranks: an error on this rank ends the job on all ranks.
 
         Args:
             step: as errors call it.
@@ -96,9 +95,9 @@ class JobEnd:
         assert self._first is not None
         lost = _is_lost_peer(error)
         own = Cause(self._groups.rank, step, _text(error))
-        self._first.tell(own, lost=lost)
+        self._first.report(own, lost=lost)
         self._close()
-        cause = self._first.awaited() if lost else own
+        cause = self._first.wait() if lost else own
         if isinstance(cause, Cause):
             step, cause = cause.step, f"rank {cause.rank} failed: {cause.text}"
         self._over = f"step {step}: {cause}"

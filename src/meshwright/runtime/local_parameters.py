@@ -17,7 +17,7 @@ from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
 from meshwright.runtime.weights.local_part import HandOver, local_part
-from meshwright.runtime.weights.parameters import StandIns, places
+from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import Parts
 from meshwright.spmd.tensor import GlobalTensor, local_of
@@ -39,7 +39,7 @@ class _Counted(torch.autograd.Function):
 
 
 def _state(p: DTensor) -> tuple[int, bool]:
-    """What a local tensor of a parameter depends on: its memory, and whether it requires a gradient."""
+    """(memory of a parameter, whether it requires a gradient): if either changes, it needs a new local tensor."""
     return storage_of(raw_local(p)), p.requires_grad
 
 
@@ -75,12 +75,12 @@ class LocalParameters(Parts):
     a parameter has only one local tensor, so that ``torch.autograd.grad`` by the parameter works.
 
     Args:
-        works: submesh → the dispatcher of its tp group.
-        stand_ins: id of a parameter's object that the model keeps elsewhere → (the object, the one that modules have in
-            its place).
+        dispatchers: submesh → the dispatcher of its tp group.
+        branching: of this rank, if there are branches.
+        stand_ins: see ``StandIns``.
 
     Attributes:
-        gradients: hands the gradients of local tensors over to the parameters.
+        gradients: moves the gradients of local tensors to the parameters.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LocalParameters(Parts):
         self._model, self._recipe, self._dispatchers, self._branching = model, recipe, dispatchers, branching
         self._stand_ins, self._half = stand_ins, half_type(recipe)
         self._any_shared = any(len(line.places) > 1 for line in recipe.parameters)
-        # id of a parameter → (parameter, …); the parameter tells whether the id is still its own
+        # id of a parameter → (parameter, …): the parameter shows whether the id still belongs to it
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, _Part] = {}
@@ -190,9 +190,11 @@ class LocalParameters(Parts):
 
     def _line(self, x: Tensor) -> ParameterRecipe | None:
         """The recipe's line of a parameter; None if it is not one of the model."""
-        found = self._lines.get(id(x))
-        if found is None or found[0] is not x:
-            for name, _, _, p in places(self._model):
+        parameter_and_line = self._lines.get(id(x))
+        if parameter_and_line is None or parameter_and_line[0] is not x:
+            for name, _, _, p in parameter_slots(self._model):
                 self._lines[id(p)] = (p, self._recipe.by_name[name])
-            found = self._lines.get(id(x))
-        return found[1] if found is not None and found[0] is x else None
+            parameter_and_line = self._lines.get(id(x))
+        if parameter_and_line is None or parameter_and_line[0] is not x:
+            return None
+        return parameter_and_line[1]

@@ -29,10 +29,8 @@ from meshwright.spmd.tensor import GlobalTensor
 # Types of immutable values, which hold no tensors and need no copy.
 _CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)  # a model may register some in its first forward, and note that it has
+# tables of hooks: a model may register some in its first forward, and note that it has
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # How many containers and plain objects deep tensors are looked for. Caches are about two deep (layers → keys and values);
 # without an end, an object that refers to half the program would be copied whole before each step.
 _DEPTH = 4
@@ -72,8 +70,8 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within the block the modules have the state of the snapshot, in new copies of its tensors; after it they have
-        again the state of before."""
+        """A context in which modules have the state of the snapshot, in new copies of its tensors. Afterwards they have their
+        earlier state again."""
         before = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [_Written.of(p.parameter) for p in self._parameters]

@@ -81,9 +81,9 @@ class Seen:
     collectives: tuple[Collective, ...]
 
     def since(self, zero: float) -> Seen:
-        """The same times, in seconds since ``zero``."""
+        """These facts, with times in seconds since ``zero``."""
         return Seen(
-            tuple((what, start - zero, stop - zero) for what, start, stop in self.did),
+            tuple((activity, start - zero, stop - zero) for activity, start, stop in self.did),
             self.sent,
             tuple((action, when - zero) for action, when in self.arrived),
             tuple(replace(c, start=c.start - zero, stop=c.stop - zero) for c in self.collectives),
@@ -110,18 +110,18 @@ class Observer:
     # --- while the step runs ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def doing(self, what: Action | str) -> Iterator[None]:
+    def doing(self, activity: Action | str) -> Iterator[None]:
         """Records the block as an action, or as a phase of the step."""
         start = self._moments.now()
         yield
-        self._did.append((what, start, self._moments.now()))
+        self._did.append((activity, start, self._moments.now()))
 
     @contextmanager
-    def phase(self, what: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Records the block as a phase of the step, and the collectives in it."""
         self._ledger.heard = self._heard
         try:
-            with hearing(self._heard), self.doing(what):
+            with hearing(self._heard), self.doing(name):
                 yield
         finally:
             self._ledger.heard = None
@@ -136,7 +136,7 @@ class Observer:
 
     @contextmanager
     def following(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Within the block the steps of these optimizers are recorded as phases."""
+        """A context in which the steps of these optimizers are recorded as phases."""
         began: list[Moment] = []
 
         def before(*_: Any) -> None:
@@ -184,7 +184,7 @@ class Observer:
         """What was recorded, in seconds since ``zero``. Waits until the device has done it."""
         at = self._moments.seconds
         seen = Seen(
-            tuple((what, at(start), at(stop)) for what, start, stop in self._did),
+            tuple((activity, at(start), at(stop)) for activity, start, stop in self._did),
             tuple(self._sent),
             tuple((action, at(moment)) for action, moment in self._arrived),
             tuple(
@@ -227,10 +227,10 @@ def _meet(groups: Groups) -> float:
     if dist.get_world_size() == 1:
         return time.perf_counter()
     dist.barrier(group=groups.hosts[""])
-    own = (socket.gethostname(), time.perf_counter())
+    host, now = socket.gethostname(), time.perf_counter()
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own, group=groups.hosts[""])
-    return min(float(left_at) for node, left_at in everywhere if node == own[0])
+    dist.all_gather_object(everywhere, (host, now), group=groups.hosts[""])
+    return min(float(left_at) for other_host, left_at in everywhere if other_host == host)
 
 
 def _gathered(seen: Seen | None, groups: Groups) -> list[Seen | None]:

@@ -77,15 +77,14 @@ def columns_of(recipe: Recipe) -> dict[Key, Column]:
 
 
 def _set_of(line: ParameterRecipe, recipe: Recipe, rank: int) -> Hashable:
-    """The set of a rank in a parameter's column. Ranks of one set have the same part of it. None: the rank has no part of
-    it."""
-    tied = len(recipe.owners(line)) > 1  # stages have it in common
+    """The set of a rank in a parameter's column: ranks of one set hold the same part. None if the rank holds no part."""
+    tied = len(recipe.owners(line)) > 1  # several stages hold it
     if tied and not recipe.holds(line, rank):
         return None
-    if len(line.places) > 1:  # each of them has the whole of it
+    if len(line.places) > 1:  # it is replicated on all ranks of these submeshes
         stage = recipe.mesh.coordinate(rank).get("pp", 0)
-        held = any(recipe.places.at(rank, place) is not None for place in line.places)
-        return (-1 if tied else stage) if held else None
+        is_held = any(recipe.places.at(rank, place) is not None for place in line.places)
+        return (-1 if tied else stage) if is_held else None
     coordinate = recipe.places.at(rank, line.place)
     if coordinate is None:
         return None

@@ -24,9 +24,11 @@ from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.microbatches import Noticed, gather_rows, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
-_OTHERWISE = "after {} steps they combine otherwise, as it computes with what its forwards leave in its modules"
-_BEYOND = "what it does at {} depends on how many rows there are: with a few it is not what it is with all of them"
-_UNSURE = " (of the losses and gradients of the last {} steps this may have been true already)"
+_OTHERWISE = (
+    "after {} steps they combine otherwise, as the model computes with state that its forwards leave in modules"
+)
+_BEYOND = "at {} the model computes something else with a few rows than with all of them"
+_UNSURE = " (losses and gradients of the last {} steps may have been wrong already)"
 # on a rank, for a trial of its own rows: each half then has two, so that rows within a half can interact
 _ROWS_TO_TRY = 4
 
@@ -53,7 +55,7 @@ class RowTrials:
         random: the generators that a forward may draw from.
 
     Attributes:
-        rows_tried: for how many rows, of all ranks, it is known that a forward does what it does with a few.
+        rows_tried: the largest number of rows (of all ranks) that a trial has compared with a few rows.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
@@ -67,7 +69,7 @@ class RowTrials:
         return self._tried.setdefault(evaluating, Tried(Verdict(self._recipe.rows)))
 
     def settle(self, evaluating: Evaluating, rows: str) -> None:
-        """Sets how rows combine, as found in another run."""
+        """Sets how rows combine, as an earlier run of this model has found out."""
         self._tried[evaluating] = Tried(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
@@ -105,9 +107,8 @@ class RowTrials:
         if verdict.kind == "auto":
             return False
         if verdict.kind != tried.verdict.kind:
-            unsure = steps - (
-                steps // 2 + 1
-            )  # steps since the last trial, but for the one that the trial was run before
+            # The steps since the last trial, without the step before which that trial ran.
+            unsure = steps - (steps // 2 + 1)
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
             tried.verdict, tried.steps = Verdict(COUPLED, why), None
         elif not verdict.changes_state:

@@ -21,10 +21,10 @@ from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share
 from meshwright.runtime.rows.microbatches import Pieces
-from meshwright.runtime.weights.parameters import Standing
-from meshwright.runtime.weights.placed import Placed
+from meshwright.runtime.weights.parameters import CurrentParameters
+from meshwright.runtime.weights.placed import PlacedModel
 from meshwright.runtime.weights.step_gradients import StepGradients
-from meshwright.runtime.weights.unused import Routed
+from meshwright.runtime.weights.unused import UnusedParameters
 from meshwright.watch.timer import CommunicationTimer
 
 
@@ -32,9 +32,9 @@ class Runner:
     """Runs the model on this rank.
 
     Args:
-        programs: how a forward is divided into parts; None if each forward runs as a whole.
+        programs: recorded forwards, divided into parts; None if each forward runs as a whole.
         gradients: reduces and accumulates the gradients of a step.
-        routed: makes ranks agree on which parameters were used, if the rows of a rank decide that; None if they do not.
+        unused: makes ranks agree on which parameters were used, if values decide that; else None.
         wholes: whether forwards may leave global tensors on modules, which are then gathered.
 
     Attributes:
@@ -50,18 +50,18 @@ class Runner:
         loss: Loss,
         gradients: StepGradients,
         *,
-        routed: Routed | None = None,
+        unused: UnusedParameters | None = None,
         wholes: bool,
     ) -> None:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor, self.stages = Executor(stages, programs, loss), stages
         self._sync, self._leaves_global_tensors = stages.sync, wholes
-        self._routed, self.gradients, self.switches = routed, gradients, stages.switches
+        self._unused, self.gradients, self.switches = unused, gradients, stages.switches
         lines = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in lines if not line.requires_grad and self.recipe.in_parts]
-        self._standing = Standing(self.module, self._frozen)
+        self._current = CurrentParameters(self.module, self._frozen)
         self.held = ShardedModel(self.module, self.recipe, self.groups)
-        self._placed, self._leftovers = Placed(self.module, self.recipe), Leftovers(self.module)
+        self._placed, self._leftovers = PlacedModel(self.module, self.recipe), Leftovers(self.module)
 
     @property
     def pipeline(self) -> Executor | None:
@@ -103,8 +103,8 @@ class Runner:
             losses = self.executor.run(pieces, begin, watched, backward=False)
             self.held.reshard()
             return losses
-        if self._routed is not None:
-            self._routed.begin()
+        if self._unused is not None:
+            self._unused.begin()
         with self.gradients.of_this_step(pieces.copies, len(pieces.batches)):
             self.stages.settle(self._placed.same, listened=self._placed.have_backward_hooks())
             try:
@@ -112,8 +112,8 @@ class Runner:
             finally:
                 self.stages.settle(None)
             self._sync.finish()
-            if self._routed is not None:
-                self._routed.settle()
+            if self._unused is not None:
+                self._unused.drop_unused()
         return losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,7 +148,7 @@ class Runner:
 
     def unfrozen(self) -> list[str]:
         """The parameters of this rank that were frozen when parts of forwards were planned, and are trained now."""
-        return [name for name in self._frozen if self._standing[name].requires_grad]
+        return [name for name in self._frozen if self._current[name].requires_grad]
 
     # --- the model's state ------------------------------------------------------------------------------------------
 

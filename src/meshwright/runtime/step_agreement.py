@@ -62,8 +62,8 @@ class StepAgreement:
             notice: whether this rank has something to report.
 
         Returns:
-            Whether a rank of this copy has; or whether ranks run different things; or whether hooks differ between ranks that
-            run parts of one forward.
+            Whether a rank of this copy has something to report; or whether ranks run different things; or whether hooks differ
+            between ranks that run parts of one forward.
         """
         number, self._different = zlib.crc32(form.encode()), False
         mesh, hosts, digests = self._recipe.mesh, self._groups.hosts, self._switches.digests()
@@ -86,7 +86,7 @@ class StepAgreement:
         return bool(noticed)
 
     def refuse_different(self, form: str) -> None:
-        """Raises PlanError if ranks of this copy run different things, as they have just told each other. On all of them."""
+        """Raises PlanError on all ranks of this copy if the last ``agree`` has shown that they run different things."""
         if self._different:
             raise PlanError([_of_different(f"here {form}")], "this call")
 
@@ -101,8 +101,8 @@ class StepAgreement:
         """
         notices: list[Any] = [None] * dist.get_world_size()  # (findings, parameters, modules, form) of each rank
         error = notice.error
-        own = None if error is None else _findings(error), notice.parameters, notice.modules, notice.form
-        dist.all_gather_object(notices, own, group=self._groups.hosts[""])
+        local_notice = None if error is None else _findings(error), notice.parameters, notice.modules, notice.form
+        dist.all_gather_object(notices, local_notice, group=self._groups.hosts[""])
         if error is not None:
             raise error
         findings = [

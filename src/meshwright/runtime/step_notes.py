@@ -50,7 +50,7 @@ class StepNotes:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Around the forwards and backwards of a step: records inputs and outputs of blocks; the ranks of a tp group
+        """A context for the forwards and backwards of a step: records inputs and outputs of blocks; the ranks of a tp group
         compare which collective they enter.
 
         Args:
@@ -123,7 +123,7 @@ class StepNotes:
                     self.activations.append((place, name, checksum(t)))
 
     def _meeting(self, step: int, place: int) -> Callable[[str], None]:
-        """What is called before each collective of a submesh's tp group: compares it among the ranks of the group."""
+        """A function to call before each collective of a submesh's tp group: compares the collective among these ranks."""
         group, ranks = self._groups.meshes[place]["tp"].get_group(), self._recipe.places.line(place, self._groups.rank)
 
         def meet(collective: str) -> None:

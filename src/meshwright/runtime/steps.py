@@ -145,7 +145,7 @@ class Steps:
             return Notice(problem or error)
 
     def _prepared(self, batch: Any) -> Any:
-        """Checks the model and a batch, and returns the batch as forwards take it. Raises what is wrong on this rank."""
+        """Checks the model and a batch, and returns the batch as forwards take it. Raises an error if either is wrong."""
         self._check_weights()
         runner = self._runner
         runner.at_rest()
@@ -200,7 +200,7 @@ class Steps:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was found out since planning."""
+        """Notes for a person on what the job has found out since planning."""
         runner = self._runner
         notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._agreement.note)
         return tuple(filter(None, notes))

@@ -168,9 +168,8 @@ def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[flo
 
     Tied elements count both before and after.
     """
-    weights = {
-        block: len(blocks) / FEW_BLOCKS for blocks in kinds for block in blocks
-    }  # blocks of the full model for each here
+    # block of this model → number of blocks of the full model that it stands for
+    weights = {block: len(blocks) / FEW_BLOCKS for blocks in kinds for block in blocks}
     blocks = first = last = tied = 0.0
     for line in recipe.parameters:
         size = float(math.prod(line.local_shape(0)))

@@ -68,10 +68,8 @@ def _move(kind: type[Move]) -> type[Move]:
         if torch.is_grad_enabled():  # what is differentiated again is a part of the graph
             return (back.apply(g, ctx.axis, *options), *nothing)
         if back.still:
-            return (
-                g,
-                *nothing,
-            )  # itself: autograd copies a gradient that others have too, and a view hides that they do
+            # The gradient itself: autograd copies one that other nodes have too, and a view would hide that they do.
+            return (g, *nothing)
         with without_modes():
             return (back.compute(g, ctx.axis, *options), *nothing)
 

@@ -257,9 +257,8 @@ def is_fact(func: Any) -> bool:
 # --- functions that hand values to Python or to other memory -----------------------------------------------------------
 
 YES_OR_NO = frozenset("__bool__ is_nonzero equal allclose __contains__".split())  # Python gets one answer
-NUMBERS = frozenset(
-    "item tolist __int__ __float__ __index__ __complex__ numpy __array__".split()
-)  # Python gets numbers
+# functions from which Python gets numbers
+NUMBERS = frozenset("item tolist __int__ __float__ __index__ __complex__ numpy __array__".split())
 
 # These read values below torch's dispatcher,
 READS_BELOW = frozenset(

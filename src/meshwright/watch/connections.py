@@ -19,9 +19,8 @@ from contextlib import contextmanager, suppress
 Ends = tuple[str, str]
 """(address of this process's end, address of the other end). An address is text: ``127.0.0.1:4711``."""
 
-_DESCRIPTORS = (
-    "/dev/fd"  # lists the open descriptors of this process, on Linux and macOS; without it, no connection is closed
-)
+# lists the open descriptors of this process, on Linux and macOS; without it, no connection is closed
+_DESCRIPTORS = "/dev/fd"
 
 
 def connections() -> list[Ends]:

@@ -68,7 +68,7 @@ class FirstCause(StoreKeys):
         ends = [list(pair) for pair in connections()] if ranks <= _MOST_RANKS else []
         self._set(f"who/{rank}", asdict(_Process(identity.machine(), pid, identity.started(pid), ends)))
 
-    def tell(self, cause: Cause, *, lost: bool) -> None:
+    def report(self, cause: Cause, *, lost: bool) -> None:
         """Writes that this rank failed. Does nothing if the store is gone.
 
         Args:
@@ -90,14 +90,14 @@ class FirstCause(StoreKeys):
                     ends += [(local, remote) for local, remote in process.ends]
             close(ends, but=_port(self._store))
 
-    def known(self) -> Cause | None:
+    def get(self) -> Cause | None:
         """The first cause; None if no rank has written one, or the store is gone."""
         with suppress(Exception):
             data = self._get("first")
             return None if data is None else Cause(**data)
         return None
 
-    def awaited(self) -> Cause | str:
+    def wait(self) -> Cause | str:
         """Waits up to ``_PATIENCE`` seconds for the first cause.
 
         Returns:
@@ -105,16 +105,16 @@ class FirstCause(StoreKeys):
         """
         deadline, silent = time.monotonic() + _PATIENCE, list(range(self._ranks))
         while time.monotonic() < deadline and silent:
-            if (cause := self.known()) is not None:
+            if (cause := self.get()) is not None:
                 return cause
             with suppress(Exception):
                 silent = [rank for rank in silent if self._get(f"failed/{rank}") is None]
                 if ended := [rank for rank in silent if self._has_ended(rank)]:
-                    return f"{_ranks(ended)} ended without a word (killed? what launched it may know)"
+                    return f"{_ranks(ended)} ended without a word (killed? the output of its launcher may say why)"
             time.sleep(0.05)
         if not silent:
             return "a connection between ranks was lost"
-        return f"a connection was lost, and nothing was heard of {_ranks(silent)} since (ended? cut off?)"
+        return f"a connection was lost, and no message came from {_ranks(silent)} since (ended? cut off?)"
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended. False if that is unknown, as of a rank on another machine."""
@@ -130,7 +130,7 @@ class FirstCause(StoreKeys):
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Ranks as text, at most eight of them.
+    """Ranks as text; of more than eight, the first eight.
 
     >>> _ranks([3]), _ranks([0, 2])
     ('rank 3', 'ranks 0, 2')

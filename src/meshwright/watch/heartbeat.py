@@ -2,7 +2,7 @@
 
     who/3     once: host, node, process                      beat/3   each second: a number, step, action, progress
     alarm     reporting rank and cause: set once, by one     where/3  after an alarm: the location of that rank
-    told      the report has been printed: ranks may exit
+    reported  the report has been printed: ranks may exit
 
 A connection of a store carries one request at a time, and a request that waits blocks it. So a board has its own connection.
 """
@@ -64,11 +64,11 @@ class Alarm:
     """The end of the job.
 
     Attributes:
-        teller: the rank that prints the report.
+        reporter: the rank that prints the report.
         cause: the reason, as text.
     """
 
-    teller: int
+    reporter: int
     cause: str
 
 
@@ -87,27 +87,31 @@ class Board(StoreKeys):
         self.rank, self.ranks = rank, ranks
 
     def introduce(self, who: Who) -> None:
+        """Posts the process of this rank."""
         self._set(f"who/{self.rank}", asdict(who))
 
     def post(self, beat: Beat) -> None:
+        """Posts a heartbeat of this rank, in place of its last one."""
         self._set(f"beat/{self.rank}", asdict(beat))
 
-    def tell(self, where: Whereabouts) -> None:
+    def post_location(self, where: Whereabouts) -> None:
+        """Posts the location of this rank, after an alarm."""
         self._set(f"where/{self.rank}", where.as_data())
 
     def who(self) -> dict[int, Who]:
         """Rank → process, of the ranks that have introduced themselves."""
-        return {rank: Who(**data) for rank, data in self._of_all("who", range(self.ranks)).items()}
+        return {rank: Who(**data) for rank, data in self._values_of("who", range(self.ranks)).items()}
 
     def beats(self, ranks: list[int]) -> dict[int, Beat]:
         """Rank → its last heartbeat, of the ranks that have posted one."""
-        return {rank: Beat(**data) for rank, data in self._of_all("beat", ranks).items()}
+        return {rank: Beat(**data) for rank, data in self._values_of("beat", ranks).items()}
 
     def where(self) -> dict[int, Whereabouts]:
         """Rank → its location, of the ranks that have answered an alarm."""
-        return {rank: Whereabouts.of_data(data) for rank, data in self._of_all("where", range(self.ranks)).items()}
+        return {rank: Whereabouts.of_data(data) for rank, data in self._values_of("where", range(self.ranks)).items()}
 
     def alarm(self) -> Alarm | None:
+        """The alarm; None if no rank has raised one."""
         alarm = self._get("alarm")
         return None if alarm is None else Alarm(**alarm)
 
@@ -116,13 +120,15 @@ class Board(StoreKeys):
         alarm = json.dumps(asdict(Alarm(self.rank, cause)))
         return Alarm(**json.loads(self._store.compare_set(self._key("alarm"), "", alarm)))
 
-    def set_told(self) -> None:
-        self._set("told", True)
+    def set_reported(self) -> None:
+        """Tells all ranks that the report has been printed."""
+        self._set("reported", True)
 
-    def told(self) -> bool:
-        return self._get("told") is not None
+    def is_reported(self) -> bool:
+        """Whether the report has been printed."""
+        return self._get("reported") is not None
 
-    def _of_all(self, kind: str, ranks: Any) -> dict[int, Any]:
+    def _values_of(self, kind: str, ranks: Any) -> dict[int, Any]:
         """Rank → value of ``kind/rank``, for the ranks that have set it."""
         keys = {rank: self._key(f"{kind}/{rank}") for rank in ranks}
         if not self._store.check(list(keys.values())):  # a rank has not started, or has not answered yet

@@ -20,9 +20,8 @@ from typing import Any
 Message = tuple[tuple[Any, ...], memoryview]
 
 _LENGTHS = struct.Struct("!QQ")
-_READS_A_TURN = (
-    256  # most reads of one call: the caller must get to check its timeout even if the peer never stops sending
-)
+# most reads of one call: the caller must get to check its timeout even if the peer never stops sending
+_READS_A_TURN = 256
 _SEND_SIZE = 1 << 20
 
 

@@ -31,11 +31,8 @@ from typing import Any
 from meshwright.workers.scratch import scratch_file
 
 _MESSAGE_SIZE = 1 << 20
-_PRELOADED = (
-    "meshwright",
-    "torch.distributed",
-    "transformers",
-)  # packages whose import only defines functions and classes
+# packages whose import only defines functions and classes
+_PRELOADED = ("meshwright", "torch.distributed", "transformers")
 
 
 class ForkServer:

@@ -24,10 +24,8 @@ TITLE, TEXT, LABEL, DETAIL = 17.0, 12.0, 11.0, 10.0
 _REGULAR, BOLD, _TITLE_WEIGHT = 400, 600, 650  # font weights of CSS; 400 is the default, and is not written
 _PAGE_RADIUS = 12  # of the corners of a page; of the boxes within it smaller ones
 _TITLE_LINE = 34  # pixels from the top of a page to the baseline of its title
-_STRIPE, _STRIPE_LENGTH = (
-    3.0,
-    8,
-)  # pixels: width of a stripe, still visible in the smallest part; height of a pattern's tile
+_STRIPE = 3.0  # width of a stripe in pixels: it is still visible in the smallest part
+_STRIPE_LENGTH = 8  # height of a pattern's tile in pixels
 _LETTER = 0.56  # mean width of a letter, relative to the font size
 
 
@@ -131,7 +129,7 @@ class Canvas:
         return Drawing("\n".join([head, words, f"<style>{_STYLE}</style>", *defs, *self._shapes, "</svg>", ""]))
 
 
-def wide(words: str, size: float) -> float:
+def text_width(words: str, size: float) -> float:
     """The approximate width of a text in pixels."""
     return len(words) * size * _LETTER
 

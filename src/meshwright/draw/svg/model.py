@@ -18,7 +18,7 @@ from math import prod
 from meshwright.amounts import count_text, size_text
 from meshwright.draw.facts import ShardMap
 from meshwright.draw.parameters import Row, elements, fold
-from meshwright.draw.svg.canvas import BOLD, DETAIL, LABEL, TEXT, Box, Canvas, Drawing, wide
+from meshwright.draw.svg.canvas import BOLD, DETAIL, LABEL, TEXT, Box, Canvas, Drawing, text_width
 from meshwright.draw.text import shape_text, slices_text
 from meshwright.recipe import Slices
 
@@ -47,10 +47,8 @@ _NAME_DROP = 3.3  # from the middle of the text to its baseline
 # The mesh of the plan, between the model and its ranks:
 _PLAN_SIZE, _PLAN_LETTER = 13.5, 8.2  # font size; width of a letter
 _PLAN_HEIGHT, _PLAN_PAD = 30.0, 36.0  # height of the pill; space at both its ends together
-_PLAN_DROP, _DIVIDES_DROP = (
-    10.2,
-    21.0,
-)  # baselines of the mesh, above the middle of the fall, and of what axes do, below it
+_PLAN_DROP = 10.2  # from the baseline of the mesh down to the middle of the fall
+_DIVIDES_DROP = 21.0  # from the middle of the fall down to the baseline of the text about axes
 # The page:
 _PAGE_FOOT = 40.0  # below the last card
 _LEGEND = 16.0  # from the baseline of the legend to the bottom
@@ -144,6 +142,11 @@ def _packed(rows: Sequence[Row]) -> _Packed:
     return _Packed(tuple(boxes), x + column or 1.0, tallest)
 
 
+def _scaled(box: Box, scale: float, left: float, top: float) -> Box:
+    """A packed rectangle in pixels, in a drawing whose upper left corner is at (left, top)."""
+    return Box(left + box.x * scale, top + box.y * scale, box.width * scale, box.height * scale)
+
+
 def _sides(shape: Sequence[int]) -> tuple[float, float]:
     """(width, height) of a parameter in elements: the first dim is the height, the product of the others the width."""
     return float(prod(shape[1:])) if shape else 1.0, float(shape[0]) if shape else 1.0
@@ -172,8 +175,8 @@ def _pieces(shape: Sequence[int], slices: Slices, box: Box) -> Iterator[Box]:
 def _draw_model(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, panel: Box, scale: float) -> None:
     """Draws the parameters of a group, each part in the colours of the ranks that hold it."""
     left = panel.x + (panel.width - pack.width * scale) / 2
-    for row, at in zip(group.rows, pack.boxes, strict=True):
-        box = Box(left + at.x * scale, panel.y + _PANEL_HEAD + at.y * scale, at.width * scale, at.height * scale)
+    for row, packed_box in zip(group.rows, pack.boxes, strict=True):
+        box = _scaled(packed_box, scale, left, panel.y + _PANEL_HEAD)
         facts = row.first
         for ranks, slices in shards.held_by(facts.name):
             holders = [rank for rank in ranks if rank in group.ranks]
@@ -192,7 +195,7 @@ def _name(canvas: Canvas, row: Row, box: Box) -> None:
     name = parts[-1] if parts else row.label
     more_width, more_height = _NAME_ROOM
     for words in (name, name.split("_")[0]):
-        if wide(words, _NAME_SIZE) <= box.width - more_width and box.height >= _NAME_SIZE + more_height:
+        if text_width(words, _NAME_SIZE) <= box.width - more_width and box.height >= _NAME_SIZE + more_height:
             x, y = box.x + box.width / 2, box.y + box.height / 2 + _NAME_DROP
             canvas.text(x, y, words, _NAME_SIZE, "on", "middle", BOLD)
             return
@@ -230,8 +233,8 @@ def _draw_ranks(canvas: Canvas, shards: ShardMap, group: _Group, pack: _Packed, 
         canvas.box(card, "card", radius=_CARD_RADIUS)
         _rank(canvas, shards, rank, card)
         left = card.x + (card.width - pack.width * scale) / 2
-        for row, at in zip(group.rows, pack.boxes, strict=True):
-            box = Box(left + at.x * scale, card.y + head + at.y * scale, at.width * scale, at.height * scale)
+        for row, packed_box in zip(group.rows, pack.boxes, strict=True):
+            box = _scaled(packed_box, scale, left, card.y + head)
             canvas.box(box, "ghost")
             slices = shards.slices(row.first.name, rank)
             tooltip = f"rank {rank} holds {slices_text(slices, row.first.shape)} of {row} ({shape_text(row.first)})"
@@ -248,8 +251,8 @@ def _rank(canvas: Canvas, shards: ShardMap, rank: int, card: Box) -> None:
     canvas.text(card.right - _CARD_PAD, baseline, nbytes, DETAIL, "dim", "end")
     coordinate = shards.mesh.coordinate(rank)
     text = " · ".join(f"{axis} {index}" for axis, index in coordinate.items() if axis != "pp")
-    if wide(text, DETAIL) < card.width - _CARD_SPACES - wide(name, LABEL) - wide(nbytes, DETAIL):
-        canvas.text(card.x + _BEFORE_COORDINATE + wide(name, LABEL), baseline, text, DETAIL, "dim")
+    if text_width(text, DETAIL) < card.width - _CARD_SPACES - text_width(name, LABEL) - text_width(nbytes, DETAIL):
+        canvas.text(card.x + _BEFORE_COORDINATE + text_width(name, LABEL), baseline, text, DETAIL, "dim")
 
 
 def _plan(canvas: Canvas, shards: ShardMap, middle: float) -> None:

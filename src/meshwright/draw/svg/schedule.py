@@ -6,18 +6,14 @@ from meshwright.draw.svg.canvas import BOLD, LABEL, RANK_COLOURS, Box, Canvas, D
 from meshwright.schedule import Schedule, idle, timeline
 
 # In pixels:
-WIDTH, MARGIN, NAME, LINE = (
-    1000.0,
-    22.0,
-    58.0,
-    30.0,
-)  # the page, its margin, room for "rank 12", from one line to the next
+WIDTH, MARGIN = 1000.0, 22.0  # of the page
+NAME, LINE = 58.0, 30.0  # room for "rank 12"; from one line to the next
 _TOP, _BOTTOM = 54.0, 44.0  # the head of the page, with the title; its foot, with the legend
 _BETWEEN_LINES = 4  # of the distance from line to line
 _BASELINE = 18.0  # of text in a line, from the line's top
 _LEGEND = 14  # the baseline of the legend, from the bottom
 _INSET, _RADIUS = 0.7, 3  # of a box in its time, so that neighbours are apart; of its corners
-_ROOM = 13  # a box that is wider has room for the number of its microbatch
+_ROOM = 13  # width of a box from which on it shows the number of its microbatch
 _KINDS = {"F": "forward", "B": "backward", "I": "backward, gradients of inputs", "W": "backward, gradients of weights"}
 
 

@@ -81,23 +81,26 @@ class JoinValues(torch.autograd.Function):
         branching: Branching,
         move: Join,
         joined: dict[int, Tensor],
-        mine: tuple[int, ...],
-        tied: frozenset[int],
+        made_here: tuple[int, ...],
+        differentiable: frozenset[int],
         anchors: int,
-        *entering: Tensor,
+        *inputs: Tensor,
     ) -> Any:
         ctx.branching, ctx.branches, ctx.rows = branching, dict(move.values), branching.rows
-        ctx.mine, ctx.joined, ctx.tied, ctx.anchors = mine, tuple(joined), tied, anchors
+        ctx.made_here, ctx.joined, ctx.differentiable, ctx.anchors = made_here, tuple(joined), differentiable, anchors
         ctx.set_materialize_grads(False)  # no gradient stays None
         out = [t.detach() for t in joined.values()]
-        ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in tied))
-        return entering[0].detach(), *out
+        ctx.mark_non_differentiable(*(t for n, t in zip(joined, out, strict=True) if n not in differentiable))
+        return inputs[0].detach(), *out
 
     @staticmethod
     @locally
     def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
-        by_value = {n: g for n, g in zip(ctx.joined, gradients, strict=True) if n in ctx.tied and g is not None}
+        by_value = {
+            n: g for n, g in zip(ctx.joined, gradients, strict=True) if n in ctx.differentiable and g is not None
+        }
         branch_gradients = [
-            ctx.branching.returned(ctx.branches[n], by_value[n], ctx.rows) if n in by_value else None for n in ctx.mine
+            ctx.branching.returned(ctx.branches[n], by_value[n], ctx.rows) if n in by_value else None
+            for n in ctx.made_here
         ]
         return *(None,) * 6, *(None,) * ctx.anchors, *branch_gradients

@@ -25,24 +25,24 @@ class BranchDraws:
     """
 
     def __init__(self, places: Submeshes, rank: int, shares: Shares, random: Generators) -> None:
-        self._places, self._mine, self._shares, self._random = places, places.of(rank), shares, random
+        self._places, self._rank_places, self._shares, self._random = places, places.of(rank), shares, random
         self._streams: dict[int, Any] = {}  # branch → its seed, or after its first part the state of its generators
         self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Call before a forward."""
         self._advance()
         self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, (), device="cpu"))
         torch.set_rng_state(self._begun_at)
         rows = self._shares.rows
-        branches = [b for b in self._places.branches if b in self._mine]
+        branches = [b for b in self._places.branches if b in self._rank_places]
         self._streams = {
             b: seed + 1009 * b + self._places[b].divides(rows) * self._shares.at(b).share for b in branches
         }
 
     def finish(self) -> None:
-        """The step ends."""
+        """Call at the end of a step."""
         self._advance()
         self._begun_at = None
 
@@ -54,7 +54,7 @@ class BranchDraws:
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
-        """A context for code of a branch: random numbers are the branch's own. Afterwards the trunk's generators continue."""
+        """A context for code of a branch: its random numbers come from the branch's generators, later ones from the trunk's."""
         trunk = self._random.state(held=False)
         state = self._streams.get(place)
         if isinstance(state, int):

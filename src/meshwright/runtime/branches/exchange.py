@@ -47,35 +47,38 @@ class Branching:
         random: the generators of this rank.
 
     Attributes:
-        mine: the places to which this rank belongs.
+        rank_places: the places to which this rank belongs.
         running: the places whose code is running, the innermost last.
     """
 
     def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger, random: Generators) -> None:
         self.recipe, self.groups, self.ledger, self.places = recipe, groups, ledger, recipe.places
-        self.mine = self.places.of(groups.rank)
-        lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.mine}
+        self.rank_places = self.places.of(groups.rank)
+        lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.rank_places}
         self._wire = Wire(lines, ledger, groups.device)
         self._shares = Shares(self.places, groups.rank)
         self._draws = BranchDraws(self.places, groups.rank, self._shares, random)
         self._members = {
-            b: self.places.members(b, groups.rank) for b in self.places.branches if self.places[b].parent in self.mine
+            b: self.places.members(b, groups.rank)
+            for b in self.places.branches
+            if self.places[b].parent in self.rank_places
         }
         self._in_trial = False  # while true, forwards may compute in a wider dtype than the recorded one
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place around, value) → for a later fork
         self.running: list[int] = [0]
 
     def _line(self, around: int) -> Line:
+        """This rank's tp group in a place, among which its regions fork and join."""
         group = self.groups.meshes[around]["tp"].get_group()
         return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
-        """A forward begins, with so many rows."""
+        """Call before a forward. ``rows``: the number of its rows."""
         self._shares.rows, self._gates = rows, {}
         self._draws.begin()
 
     def finish(self) -> None:
-        """The step ends: waits for everything that was sent."""
+        """Call at the end of a step: waits for everything that was sent."""
         self._wire.finish()
         self._draws.finish()
 
@@ -91,29 +94,31 @@ class Branching:
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """See ``calls.exchange.Exchange``."""
         gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
-        wholes = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
+        whole_values = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
-        forked = {(n, b): wholes[n] for n, b in pairs if n in wholes}
-        tied = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
+        forked = {(n, b): whole_values[n] for n, b in pairs if n in whole_values}
+        differentiable = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
         anchor = self._anchor() if tail is None else tail
-        if tied:
+        if differentiable:
             # This rank lacks a value that only other branches take, but takes part in the sum of its gradients, with zeros.
-            stand_ins = {n: self._zeros(n, graph) for n, _ in tied if n not in wholes}
-            entering = [(wholes | stand_ins)[n] for n, _ in tied]
+            stand_ins = {n: self._zeros(n, graph) for n, _ in differentiable if n not in whole_values}
+            inputs = [(whole_values | stand_ins)[n] for n, _ in differentiable]
             anchor, *out = ForkValues.apply(
-                self, move, graph, tuple(tied), {n: gate for n, (gate, _) in gates.items()}, anchor, *entering
+                self, move, graph, tuple(differentiable), {n: gate for n, (gate, _) in gates.items()}, anchor, *inputs
             )
-            forked |= dict(zip(tied, out, strict=True))
+            forked |= dict(zip(differentiable, out, strict=True))
         return forked, anchor
 
     def _anchor(self) -> Tensor:
+        """A new anchor, for the first region of a place."""
         return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
 
     def _zeros(self, number: int, graph: ModelGraph) -> Tensor:
+        """Zeros with the shape and dtype of a value, which take no memory."""
         value = graph.values[number]
         return torch.zeros((), dtype=getattr(torch, value.dtype), device=self.device).expand(value.shape)
 
-    def lend(self, around: int, number: int, t: Tensor) -> None:
+    def keep_for_fork(self, around: int, number: int, t: Tensor) -> None:
         """See ``calls.exchange.Exchange``."""
         if t.requires_grad and torch.is_grad_enabled():
             gate = Gate()
@@ -161,7 +166,7 @@ class Branching:
         for (n, branch), g in gradients.items():
             g = g if self._shares.leads(branch, rows) else torch.zeros_like(g)
             summands[n] = g if n not in summands else summands[n] + g
-        return dict(zip(summands, self._wire.summed(move.around, list(summands.values())), strict=True))
+        return dict(zip(summands, self._wire.all_reduce(move.around, list(summands.values())), strict=True))
 
     def _send_back(
         self, move: Fork, gradients: Mapping[tuple[int, int], Tensor], rows: int, gates: Mapping[int, Gate]
@@ -169,13 +174,12 @@ class Branching:
         """The gradients of values that branches gave each other, on the ranks of the branch that made them: one all-to-all."""
         line = self._wire.lines[move.around]
         sent: list[list[Tensor]] = [[] for _ in range(line.size)]
-        wanted: list[list[tuple[int, int, Tensor]]] = [
-            [] for _ in range(line.size)
-        ]  # (value, first row, a tensor of that shape)
+        # for each rank: (value, first row, a tensor of that shape)
+        wanted: list[list[tuple[int, int, Tensor]]] = [[] for _ in range(line.size)]
         sums: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
             home = move.homes[n]
-            if home in self.mine and n not in sums:
+            if home in self.rank_places and n not in sums:
                 sums[n] = torch.zeros_like(g)
             for back in returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
                                 self.places[branch].shares(g.shape, rows)):  # fmt: skip
@@ -184,10 +188,12 @@ class Branching:
                     sent[back.receiver].append(part)
                 if back.receiver == line.rank:
                     wanted[back.sender].append((n, back.start, part))
-        got, arrival = self._wire.swapped("fork", line, sent, [[part for _, _, part in row] for row in wanted])
-        for row, tensors in zip(wanted, got, strict=True):
-            for (n, start, part), g in zip(row, tensors, strict=True):
-                arrival.then.append(partial((sums[n][start : start + len(part)] if part.dim() else sums[n]).add_, g))
+        likes = [[part for _, _, part in of_rank] for of_rank in wanted]
+        received, arrival = self._wire.all_to_all("fork", line, sent, likes)
+        for of_rank, tensors in zip(wanted, received, strict=True):
+            for (n, start, part), g in zip(of_rank, tensors, strict=True):
+                rows_of_sum = sums[n][start : start + len(part)] if part.dim() else sums[n]
+                arrival.on_arrival.append(partial(rows_of_sum.add_, g))
         if sums.keys() <= gates.keys():
             for n in sums:
                 gates[n].arrival = arrival
@@ -210,10 +216,12 @@ class Branching:
             local_values = {n: as_recorded(t, graph.values[n]) for n, t in local_values.items()}
         self._check(local_values, dict(move.values), graph)
         # A value without a gradient on one device gets none here, and not zeros.
-        tied = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
-        entering = [local_values[n] if n in tied else local_values[n].detach() for n in local_values]
+        differentiable = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
+        inputs = [local_values[n] if n in differentiable else local_values[n].detach() for n in local_values]
         joined, arriving, arrival = self._exchange_values(move, pieces, local_values)
-        tail, *out = JoinValues.apply(self, move, joined, tuple(local_values), tied, len(anchors), *anchors, *entering)
+        tail, *out = JoinValues.apply(
+            self, move, joined, tuple(local_values), differentiable, len(anchors), *anchors, *inputs
+        )
         return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
@@ -239,13 +247,13 @@ class Branching:
         ]
 
     @locally  # without modes: in a trial one would report another dtype (runtime/coupling/float64.py)
-    def _check(self, mine: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
+    def _check(self, local_values: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
         """Raises PathError if a value of this rank's branch has not the recorded shape and dtype, for which others wait."""
-        for n, t in mine.items():
+        for n, t in local_values.items():
             value = graph.values[n]
             shape = list(value.shape)
-            if (own_rows := self._shares.local_rows(branches[n], value.shape, self.rows)) is not None:
-                shape[0] = own_rows.stop - own_rows.start
+            if (local_rows := self._shares.local_rows(branches[n], value.shape, self.rows)) is not None:
+                shape[0] = local_rows.stop - local_rows.start
             if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
                 event = graph.events[value.position]
                 raise PathError(
@@ -256,28 +264,38 @@ class Branching:
     @locally
     @torch.no_grad()
     def _exchange_values(
-        self, move: Join, pieces: Sequence[Piece], mine: Mapping[int, Tensor]
+        self, move: Join, pieces: Sequence[Piece], local_values: Mapping[int, Tensor]
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
-        """({value: the whole tensor, for each value that this rank takes}, the values that are still on their way, their
-        arrival). One all-to-all."""
+        """Sends the pieces of joined values to the ranks that take them: one all-to-all.
+
+        Args:
+            local_values: value → the tensor that this rank's branch made.
+
+        Returns:
+            (value → the whole tensor, for each value that this rank takes; the values that are still on their way; the arrival
+            of these values).
+        """
         line = self._wire.lines[move.around]
-        sent = [[mine[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
+        sent = [[local_values[p.number] for p in pieces if p.sender(r) == line.rank] for r in range(line.size)]
         wanted = [[p for p in pieces if p.sender(line.rank) == r] for r in range(line.size)]
-        like = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in row] for row in wanted]
-        got, arrival = self._wire.swapped("join", line, sent, like)
+        likes = [[torch.empty(p.shape, dtype=p.dtype, device="meta") for p in of_rank] for of_rank in wanted]
+        received, arrival = self._wire.all_to_all("join", line, sent, likes)
+        # value → first row → the tensor of this piece
         parts: dict[int, dict[int, Tensor]] = {p.number: {} for p in pieces if line.rank in (*p.owners, *p.takers)}
-        for p, t in zip((p for row in wanted for p in row), (t for row in got for t in row), strict=True):
+        wanted_pieces = [p for of_rank in wanted for p in of_rank]
+        received_tensors = [t for of_rank in received for t in of_rank]
+        for p, t in zip(wanted_pieces, received_tensors, strict=True):
             parts[p.number][p.start] = t
-        arriving = frozenset(p.number for row in wanted for p in row if p.numel)
+        arriving = frozenset(p.number for p in wanted_pieces if p.numel)
         for p in pieces:
             if line.rank in p.owners:
-                parts[p.number][p.start] = mine[p.number]
+                parts[p.number][p.start] = local_values[p.number]
         joined = {}
         for n, rows in parts.items():
             first = joined[n] = next(iter(rows.values()))
             if len(rows) > 1:  # the rows of several shares
                 joined[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
-                arrival.then += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+                arrival.on_arrival += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
         return joined, arriving, arrival
 
     @property
@@ -290,26 +308,26 @@ class Branching:
 
     # --- within a branch --------------------------------------------------------------------------------------------
 
-    def share(self, place: int, t: Tensor) -> Tensor:
+    def take_rows(self, place: int, t: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.share(place, t)
+        return self._shares.take_rows(place, t)
 
-    def portion(self, place: int) -> tuple[int, int]:
+    def row_counts(self, place: int) -> tuple[int, int]:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.portion(place)
+        return self._shares.row_counts(place)
 
-    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+    def padded(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.among_all(place, rows, like)
+        return self._shares.padded(place, rows, like)
 
-    def stand_in(self, like: Tensor) -> Tensor:
+    def ones_like(self, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
         dtype = torch.float64 if self._in_trial and like.is_floating_point() else like.dtype
         return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
 
     @contextmanager
     def in_trial(self) -> Iterator[None]:
-        """While on, values may have a wider dtype than the recorded one, as in a trial (runtime/coupling/float64.py)."""
+        """A context for a trial, in which values may have a wider dtype than was recorded (runtime/coupling/float64.py)."""
         self._in_trial = True
         try:
             yield

@@ -63,13 +63,13 @@ class Arrival:
 
     Attributes:
         work: the collective; None after ``wait``.
-        sent: the memory that this rank sends, which must live until then.
-        then: functions to call, in order, when the received memory is filled.
+        sent: the memory that this rank sends. It must live until the collective has ended.
+        on_arrival: functions to call, in order, when the received memory is filled.
     """
 
     work: dist.Work | None
     sent: Tensor | None
-    then: list[Callable[[], Any]] = field(default_factory=list)
+    on_arrival: list[Callable[[], Any]] = field(default_factory=list)
 
     @locally
     @torch.no_grad()
@@ -77,9 +77,9 @@ class Arrival:
         """Waits until this rank has received everything, and others have received what it sent."""
         if self.work is not None:
             self.work.wait()
-            for act in self.then:
-                act()
-        self.work, self.sent, self.then = None, None, []
+            for function in self.on_arrival:
+                function()
+        self.work, self.sent, self.on_arrival = None, None, []
 
 
 def size_of(t: Tensor) -> int:
@@ -98,6 +98,6 @@ def typed(piece: Tensor, like: Tensor, arrival: Arrival) -> Tensor:
     if not len(piece) or piece.storage_offset() % like.element_size():
         aligned = torch.empty(like.shape, dtype=like.dtype, device=piece.device)
         if len(piece):
-            arrival.then.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
+            arrival.on_arrival.append(partial(aligned.view(-1).view(torch.uint8).copy_, piece))
         return aligned
     return piece.data.view(like.dtype).view(like.shape)  # (.data: a write to one must not count as a write to all)

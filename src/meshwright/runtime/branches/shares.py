@@ -18,7 +18,7 @@ class Shares:
     """
 
     def __init__(self, places: Submeshes, rank: int) -> None:
-        self._places, self._rank, self._mine = places, rank, places.of(rank)
+        self._places, self._rank, self._rank_places = places, rank, places.of(rank)
         self.rows = 0
 
     def local_rows(self, place: int, shape: Sequence[int], rows: int) -> slice | None:
@@ -33,33 +33,33 @@ class Shares:
         return coordinate
 
     def leads(self, branch: int, rows: int) -> bool:
-        """Whether this rank's gradient of a value that a branch took counts in the sum: of ranks with the same share of it, one
-        counts."""
-        if branch not in self._mine:
+        """Whether this rank's gradient of a value that a branch took counts in the sum over ranks. If several ranks have equal
+        gradients, only the first of them counts."""
+        if branch not in self._rank_places:
             return False
         coordinate = self.at(branch)
         return coordinate.tp == 0 and (coordinate.share == 0 or self._places[branch].divides(rows))
 
-    def share(self, place: int, t: Tensor) -> Tensor:
+    def take_rows(self, place: int, t: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        own_rows = None if isinstance(t, nn.Parameter) else self.local_rows(place, t.shape, self.rows)
-        return t if own_rows is None else t[own_rows]
+        local_slice = None if isinstance(t, nn.Parameter) else self.local_rows(place, t.shape, self.rows)
+        return t if local_slice is None else t[local_slice]
 
-    def portion(self, place: int) -> tuple[int, int]:
+    def row_counts(self, place: int) -> tuple[int, int]:
         """See ``calls.exchange.Exchange``."""
-        own_rows = self.local_rows(place, (self.rows,), self.rows)
-        return self.rows, self.rows if own_rows is None else own_rows.stop - own_rows.start
+        local_slice = self.local_rows(place, (self.rows,), self.rows)
+        return self.rows, self.rows if local_slice is None else local_slice.stop - local_slice.start
 
-    def among_all(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
+    def padded(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        own_rows = self.local_rows(place, like.shape, self.rows)
-        if own_rows is None:
+        local_slice = self.local_rows(place, like.shape, self.rows)
+        if local_slice is None:
             return rows
         strides = like.stride()
         order = sorted(range(like.dim()), key=lambda d: -strides[d])  # dims in the order of memory, outermost first
         permuted = rows.permute(order)
         before, after = list(permuted.shape), list(permuted.shape)
-        before[order.index(0)], after[order.index(0)] = own_rows.start, len(like) - own_rows.stop
+        before[order.index(0)], after[order.index(0)] = local_slice.start, len(like) - local_slice.stop
         all_rows = torch.cat([permuted.new_zeros(before), permuted, permuted.new_zeros(after)], order.index(0))
         return all_rows.permute([order.index(d) for d in range(like.dim())])
 
@@ -68,8 +68,8 @@ class Shares:
 
         ``rows``: the number of rows of the forward.
         """
-        if (own_rows := self.local_rows(branch, gradient.shape, rows)) is not None:
-            return gradient[own_rows]
+        if (local_slice := self.local_rows(branch, gradient.shape, rows)) is not None:
+            return gradient[local_slice]
         if not self._places[branch].divides(rows) and self.at(branch).share:
             return torch.zeros_like(gradient)  # of ranks that run the same rows, one has the gradient
         return gradient

@@ -82,11 +82,11 @@ class Streams:
             result = forward(*args, **kwargs)
 
         def finish() -> Any:
-            taker_stream = torch.cuda.current_stream(self.device)
-            taker_stream.wait_stream(stream)
+            using_stream = torch.cuda.current_stream(self.device)
+            using_stream.wait_stream(stream)
             for t in tensors_of(result):
                 if t.is_cuda:
-                    t.record_stream(taker_stream)
+                    t.record_stream(using_stream)
             return result
 
         return Started(finish)

@@ -32,8 +32,8 @@ class Wire:
         for arrival in begun:
             arrival.wait()
 
-    def summed(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of gradients over the ranks of a place: one all-reduce for each dtype."""
+    def all_reduce(self, around: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of gradients over the ranks of this rank's line in a place: one all-reduce for each dtype."""
         sums: list[Tensor | None] = [None] * len(gradients)
         for dtype in dict.fromkeys(g.dtype for g in gradients):
             indices = [i for i, g in enumerate(gradients) if g.dtype == dtype]
@@ -50,7 +50,7 @@ class Wire:
                 sums[i] = g.view(gradients[i].shape)
         return [g for g in sums if g is not None]
 
-    def swapped(
+    def all_to_all(
         self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
     ) -> tuple[list[list[Tensor]], Arrival]:
         """Exchanges tensors in one all-to-all. They are sent as bytes, as dtypes are mixed.
@@ -60,7 +60,7 @@ class Wire:
             wanted: for each rank of the line tensors like those that it sends.
 
         Returns:
-            (for each rank the received tensors, whose memory is filled later; the arrival to wait for).
+            (for each rank the received tensors, whose memory is not filled before the arrival; the arrival to wait for).
         """
         outgoing = [[bytes_of(t) for t in tensors] for tensors in sent]
         flat = torch.cat([t for r, tensors in enumerate(outgoing) if r != line.rank for t in tensors]

@@ -129,9 +129,8 @@ class Bent(FunctionMode):
         self._data = TensorTable[bool]()  # ``h.data`` of values that have a gradient, and views of it
         self._fractions = TensorTable[bool]()  # tensors that depend on floating-point tensors of the batch
         self._comparisons = TensorTable[frozenset[int]]()  # tensor → the comparisons on which it depends
-        self._in_transform = (
-            False  # whether a transform of torch.func is on that uses tensors that depend on parameters
-        )
+        # whether a transform of torch.func is on that uses tensors that depend on parameters
+        self._in_transform = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")

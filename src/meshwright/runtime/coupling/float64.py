@@ -69,9 +69,8 @@ class Wide(FunctionMode):
         if func == SET_DATA and isinstance(args[1], Tensor) and _has_fractions(args[0]):
             return func(args[0], args[1].to(args[0].dtype))
         if func == _DTYPE and args[0].dtype in _WIDER and not args[0].is_meta:
-            return _WIDER[
-                args[0].dtype
-            ]  # as functions get it: a module may compare the dtypes of its input and its weight
+            # The dtype that functions get: a module may compare the dtypes of its input and its weight.
+            return _WIDER[args[0].dtype]
         if func == GET_DATA or is_fact(func) or _is_lookup(func, args, kwargs):
             return func(*args, **kwargs)  # (a write to ``p.data`` must reach the parameter, in its own dtype)
         if GlobalTensor in types:  # in the Python body of a torch function: the local functions compute in float64

@@ -124,9 +124,8 @@ class _Functions(FunctionMode):
             self._try_hook(*args, **kwargs)
         result = func(*args, **kwargs)
         if func in _COUNTING and (kwargs.get("scale_grad_by_freq") or any(args[3:4])) and not transforming():
-            self._try_backward(
-                _tensors(result), lambda gradients: [g.mean() for g in gradients]
-            )  # a mean depends on all rows likewise
+            # A mean stands for this function: it depends on all rows likewise.
+            self._try_backward(_tensors(result), lambda gradients: [g.mean() for g in gradients])
         return result
 
     def _try_hook(self, t: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:

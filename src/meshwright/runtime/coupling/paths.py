@@ -39,12 +39,10 @@ from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, 
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.torch_functions import NUMBERS, SIZES, YES_OR_NO, is_fact, writes
 
-AS_MANY_AS_FIT = frozenset(
-    "nonzero argwhere masked_select".split()
-)  # Python sees by the shape whether any elements fit
-_SELECTS = frozenset(
-    "where masked_fill masked_fill_".split()
-)  # if the condition is one number for all rows, they act as an ``if``
+# functions whose results show Python by their shape whether any elements fit
+AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())
+# functions that act as an ``if``, if their condition is one number for all rows
+_SELECTS = frozenset("where masked_fill masked_fill_".split())
 COMPARES = frozenset(
     "gt lt ge le eq ne greater less greater_equal less_equal not_equal __gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
@@ -272,9 +270,8 @@ class Paths:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self._settled: set[tuple[Evaluating, str]] = (
-            set()
-        )  # (modules in evaluation mode, line): differences are harmless
+        # (modules in evaluation mode, line): lines at which differences are harmless
+        self._settled: set[tuple[Evaluating, str]] = set()
         self._idle: set[Evaluating] = set()  # with these modules in evaluation mode the first step read no values
         self._logs: dict[ForwardId, ReadLog] = {}
         self._evaluating: Evaluating = frozenset()

@@ -32,6 +32,7 @@ class DeferredWeightGrads(FunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # (weight, the function that computes its gradient)
         self.waiting: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,13 +47,11 @@ class DeferredWeightGrads(FunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, turned: bool) -> Any:
-        x, w, bias = (
-            _under_autocast(x),
-            _under_autocast(weight.detach()),
-            None if bias is None else _under_autocast(bias),
-        )
-        half = _Half(weight, self.waiting)
-        return _Product.apply(x, half.anchor(), w, bias, half, turned)
+        """See ``_Product``."""
+        x, w = _under_autocast(x), _under_autocast(weight.detach())
+        bias = None if bias is None else _under_autocast(bias)
+        deferred = _DeferredGradient(weight, self.waiting)
+        return _Product.apply(x, deferred.anchor(), w, bias, deferred, turned)
 
     def finish(self) -> None:
         """The second half: computes the weight gradients and adds them to the parameters."""
@@ -68,8 +67,8 @@ def _is_weight(w: Any) -> bool:
     """
     if not isinstance(w, Tensor) or not w.requires_grad or w.dim() != 2 or not w.is_floating_point():
         return False
-    plain = isinstance(w, nn.Parameter) and type(w) in (nn.Parameter, FakeTensor)  # a rehearsal's have no values
-    return plain or getattr(w, "_mw_is_parameter", False)
+    is_plain = isinstance(w, nn.Parameter) and type(w) in (nn.Parameter, FakeTensor)  # (in a rehearsal they are fake)
+    return is_plain or getattr(w, "_mw_is_parameter", False)
 
 
 def _under_autocast(t: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def _under_autocast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(kind))
 
 
-class _Half:
+class _DeferredGradient:
     """The deferred gradient of the weight of one product.
 
     Args:
@@ -96,10 +95,11 @@ class _Half:
     def anchor(self) -> Tensor:
         """A scalar leaf that requires a gradient, so that the result of the product does, also if its input does not."""
         anchor = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device, requires_grad=True)
-        anchor.register_post_accumulate_grad_hook(self._wait)
+        anchor.register_post_accumulate_grad_hook(self._add_to_waiting)
         return anchor
 
-    def _wait(self, anchor: Tensor) -> None:
+    def _add_to_waiting(self, anchor: Tensor) -> None:
+        """Hook: a backward has accumulated a gradient of the anchor."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             self._waiting.append((self._weight, gradient))
@@ -115,11 +115,11 @@ class _Product(torch.autograd.Function):
         anchor: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        half: _Half,
+        deferred: _DeferredGradient,
         turned: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.half, ctx.turned, ctx.bias = half, turned, bias is not None
+        ctx.deferred, ctx.turned, ctx.bias = deferred, turned, bias is not None
         out = functional.linear(x, w if turned else w.T, bias)
         return out.detach()  # not a view, which a model could not write to
 
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
             inputs, grads = x.reshape(-1, x.shape[-1]), output_grad.reshape(-1, g.shape[-1])
             return grads.T @ inputs if turned else inputs.T @ grads
 
-        ctx.half.gradient = gradient
+        ctx.deferred.gradient = gradient
         gx = (g @ w if turned else g @ w.T) if ctx.needs_input_grad[0] else None
         gb = g.reshape(-1, g.shape[-1]).sum(0) if ctx.bias and ctx.needs_input_grad[3] else None
         return gx, g.new_zeros(()), None, gb, None, None

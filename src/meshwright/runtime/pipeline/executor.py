@@ -84,12 +84,14 @@ class Executor:
     def record(self, batch: Any) -> None:
         """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""
         if self.programs is not None:
-            self.programs.of(batch, called, self._loss)
+            self.programs.for_batch(batch, called, self._loss)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """In its block, forwards may compute in a wider type than was recorded (runtime/coupling/float64.py). Values that are
-        sent between stages are cast to the recorded type."""
+        """A context for a trial, whose forwards may compute in a wider type than was recorded (runtime/coupling/float64.py).
+
+        Values that are sent between stages are cast to the recorded type.
+        """
         self._trying = True
         try:
             with self._stages.trying():
@@ -129,7 +131,7 @@ class Executor:
         """The program of each microbatch; empty if the model runs as one part."""
         if self.programs is None:
             return []
-        return [self.programs.of(batch, call, loss, grad=grad) for batch in batches]
+        return [self.programs.for_batch(batch, call, loss, grad=grad) for batch in batches]
 
     def _schedule(self, edges: Edges, microbatches: int, *, backward: bool) -> Schedule:
         """The actions of each rank of the pipeline axis, with transfers. Recent schedules are cached."""

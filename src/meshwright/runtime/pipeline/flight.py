@@ -21,9 +21,9 @@ class Flight:
         loss: on the last stage.
         ends: other tensors from which a backward begins, if there is one (runtime/weights/unused.py).
         grads: number of an output → its gradients, one from each stage that uses it.
-        back: number of a received value → its gradient, which is sent to the stage that computed the value; None if it has
-            none. Removed when it is sent.
-        later: the deferred weight gradients, if the backward is split in two halves.
+        input_grads: number of a received value → its gradient, which is sent to the stage that computed the value; None if
+            the value has no gradient. An item is removed when it is sent.
+        deferred: the deferred weight gradients, if the backward is split in two halves.
     """
 
     arrived: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -32,8 +32,8 @@ class Flight:
     loss: Tensor | None = None
     ends: list[Tensor] = field(default_factory=list)
     grads: dict[int, list[Tensor]] = field(default_factory=dict)
-    back: dict[int, Tensor | None] = field(default_factory=dict)
-    later: DeferredWeightGrads | None = None
+    input_grads: dict[int, Tensor | None] = field(default_factory=dict)
+    deferred: DeferredWeightGrads | None = None
 
     def roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """(tensors from which the backward starts, their gradients: the sums of those from other stages)."""

@@ -15,8 +15,8 @@ from meshwright.runtime.module_state import content_of, fill
 
 
 @contextmanager
-def kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
-    """In its block, a forward of one stage. Afterwards, attributes that other stages change have their values from before.
+def other_stages_state_kept(model: nn.Module, program: StageProgram) -> Iterator[None]:
+    """A context for a forward of one stage. Afterwards, attributes that other stages change have their values from before.
 
     A stage follows the whole forward, so it may also run code that changes attributes on behalf of other stages.
     """
@@ -30,8 +30,8 @@ def kept_elsewhere(model: nn.Module, program: StageProgram) -> Iterator[None]:
                 content.restore(model)
 
 
-class OwnConstants:
-    """Gives each stage of a rank its own values of Python constants that every stage changes (``ModelGraph.repeated``).
+class StageConstants:
+    """Gives each stage of a rank separate values of the Python constants that every stage changes (``ModelGraph.repeated``).
 
     So a stage continues from the values that it has left itself, as on a rank with this stage alone. Does nothing if the rank
     has one stage.
@@ -49,8 +49,10 @@ class OwnConstants:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """In its block, a forward, the attributes have the values of this stage. The new values stay in the model afterwards;
-        all stages leave equal ones."""
+        """A context for a forward of a stage: the attributes have the values of this stage.
+
+        The new values stay in the model afterwards; all stages leave equal ones.
+        """
         for content in self._contents[stage]:
             content.restore(self._model)
         yield

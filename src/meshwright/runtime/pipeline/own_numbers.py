@@ -1,4 +1,4 @@
-"""``OwnNumbers``: a state of the modules' random generators for each stage, if a rank has several stages."""
+"""``StageGenerators``: a state of the modules' random generators for each stage, if a rank has several stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.chance import set_state_of, state_of
 from meshwright.generators import state_digest
 
 
-class OwnNumbers:
-    """Gives each stage of a rank a state of its own for the generators that modules hold.
+class StageGenerators:
+    """Gives each stage of a rank a separate state of the generators that modules hold.
 
-    So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.along``). Does nothing if
-    the rank has one stage.
+    So a stage draws the numbers that it would draw on a rank with this stage alone (``StageProgram.other_stage_draws``). Does
+    nothing if the rank has one stage.
     """
 
     def __init__(self, generators: Sequence[Any], stages: Sequence[int]) -> None:
@@ -24,7 +24,7 @@ class OwnNumbers:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """In its block, a forward, the generators have the state of this stage."""
+        """A context for a forward of a stage: the generators have the state of this stage."""
         for generator, state in zip(self._generators, self._states[stage], strict=True):
             set_state_of(generator, state)
         yield

@@ -114,7 +114,7 @@ class Programs:
         among: the process groups of ranks that run one copy of the model: over its stages, and over tp.
         modes: train or eval mode of the model's modules.
         switches: settings that a person changes on modules between steps.
-        mine: numbers of the submeshes that contain this rank, if there are branches.
+        rank_places: numbers of the submeshes that contain this rank, if there are branches.
         streamed: whether this rank runs blocks on several streams.
     """
 
@@ -127,17 +127,17 @@ class Programs:
         modes: Modes,
         switches: Switches,
         *,
-        mine: frozenset[int] | None = None,
+        rank_places: frozenset[int] | None = None,
         streamed: bool = False,
     ) -> None:
         self.replanner = replanner
         self._recipe, self._stages, self._among, self._modes, self._switches = recipe, stages, among, modes, switches
-        self._mine, self._streamed = mine, streamed
-        self._of_sizes = Lengths(self._between)
-        self._of_paths = Recent[Program]()
-        self._of_values = ByValues[Program]()
+        self._rank_places, self._streamed = rank_places, streamed
+        self._by_sizes = Lengths(self._between)
+        self._by_path = Recent[Program]()
+        self._by_values = ByValues[Program]()
 
-    def of(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
+    def for_batch(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
         """The program for a microbatch of these shapes. Collective over the ranks of a copy of the model, if it is new.
 
         Args:
@@ -151,24 +151,24 @@ class Programs:
             StageError: ranks recorded different forwards.
         """
         evaluating = self._modes.now()
-        with without_modes():  # in a trial, which may tell another type
+        with without_modes():  # in a trial, a mode reports another dtype
             sizes = sizes_of(batch, loss is None, grad, evaluating, self._switches.common[0])
         recorded: list[Program] = []
 
         def record() -> Program:
             graph, writes = self._recorded(batch, call, loss, evaluating, grad=grad)
             path = (sizes, graph.signature) if sizes is not None else object()
-            recorded.append(self._of_paths.get_or_make(path, lambda: self._program(graph, writes, loss is None)))
+            recorded.append(self._by_path.get_or_make(path, lambda: self._program(graph, writes, loss is None)))
             deciding = self._deciding(graph, batch)
             if sizes is not None and deciding is not None:
-                self._of_values.put(sizes, batch, deciding, recorded[-1])
+                self._by_values.put(sizes, batch, deciding, recorded[-1])
             return recorded[-1]
 
-        known = self._of_sizes.get_or_make(sizes, record)
+        known = self._by_sizes.get_or_make(sizes, record)
         if not known.graph.of_this_batch or recorded:
             return known
         # Another batch of these sizes may take another path, unless the values that were read are the same.
-        return (self._of_values.get(sizes, batch) if sizes is not None else None) or record()
+        return (self._by_values.get(sizes, batch) if sizes is not None else None) or record()
 
     def _recorded(
         self, batch: Any, call: Call, loss: Loss | None, evaluating: Evaluating, *, grad: bool
@@ -188,7 +188,8 @@ class Programs:
         return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
-        """The tensors of a batch, by index, whose values decided the path of the forward. None if other values decided, too."""
+        """The indices of the tensors of a batch whose values decided the path of the forward. None if other values decided,
+        too."""
         tensors = [(i, t) for i, t in enumerate(tensors_in(batch)) if t.layout is torch.strided]
         if graph.read is None or not graph.read.issubset(storage_of(t) for _, t in tensors):
             return None
@@ -209,7 +210,7 @@ class Programs:
 
         def between(length: int) -> Program:
             resized = graph_for(length)
-            stages = {s: stage.of(resized) for s, stage in first.stages.items()}
+            stages = {s: stage.with_graph(resized) for s, stage in first.stages.items()}
             return Program(resized, first.crossing, stages, first.writes)
 
         return between
@@ -224,10 +225,10 @@ class Programs:
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
         without_values(graph)
-        placed = None if self._mine is None else (recipe.placed, recipe.places, self._mine)
+        branch_facts = () if self._rank_places is None else (recipe.placed, recipe.places, self._rank_places)
         streams = dict(recipe.streams) if self._streamed else None
         stages = {
-            s: StageProgram(graph, crossing, s, *(placed or ()), streams=streams, whole_output=whole_output)
+            s: StageProgram(graph, crossing, s, *branch_facts, streams=streams, whole_output=whole_output)
             for s in self._stages
         }
         program = Program(graph, crossing, stages, writes)

@@ -34,13 +34,14 @@ def graphs_between(lengths: Sequence[int], graphs: Sequence[ModelGraph]) -> Call
     values_by_length = zip(*(graph.values for graph in graphs), strict=True)
     if not all(_value(values, lengths, lengths[1]) == values[1] for values in values_by_length):
         return None
-    ends = list(zip(graphs[0].values, graphs[-1].values, strict=True))  # each value at the first and at the last length
-    outer = lengths[0], lengths[-1]
+    # Each value at the first and at the last length.
+    outer_values = list(zip(graphs[0].values, graphs[-1].values, strict=True))
+    outer_lengths = lengths[0], lengths[-1]
 
     def between(length: int) -> ModelGraph:
         graph = copy.copy(graphs[0])
         graph.__dict__.pop("signature", None)
-        graph.values = [value for pair in ends if (value := _value(pair, outer, length)) is not None]
+        graph.values = [value for pair in outer_values if (value := _value(pair, outer_lengths, length)) is not None]
         graph.resized = True
         return graph
 

@@ -40,7 +40,7 @@ class Stages:
         model: the model.
         recipe: every decision of the plan.
         groups: process groups and device.
-        view: the SPMD mode, if anything is sharded over tp.
+        spmd: the SPMD mode, if anything is sharded over tp.
         halves: without an SPMD mode, casts the parameters that FSDP2 leaves as they are.
         dispatchers: of the SPMD mode, one for the tp axis of each submesh of this rank.
         calls: the hook of module calls.
@@ -65,7 +65,7 @@ class Stages:
         recipe: Recipe,
         groups: Groups,
         *,
-        view: SpmdMode | None,
+        spmd: SpmdMode | None,
         halves: Halves | None = None,
         dispatchers: Collection[Dispatcher] = (),
         calls: ModuleCalls,
@@ -74,7 +74,7 @@ class Stages:
     ) -> None:
         self.model, self.recipe, self.groups, self.calls = model, recipe, groups, calls
         self.branching, self.streams, self._dispatchers = branching, streams, dispatchers
-        self._view, self._halves = view, halves
+        self._spmd, self._halves = spmd, halves
         self.rank = groups.pp_rank
         self.numbers = [s for s, rank in enumerate(recipe.stage_rank) if rank == self.rank]
         self.sync = GradientSync(model, at_end=recipe.in_parts)
@@ -85,17 +85,20 @@ class Stages:
         self.action: Action | None = None
         self.observer: Observer | None = None
 
-    def view(self) -> AbstractContextManager[None]:
-        """The mode for a forward or a backward. A backward needs it, too, since recompute runs parts of the forward again."""
-        if self._view is not None:
-            return self._view.on()
+    def spmd_mode(self) -> AbstractContextManager[None]:
+        """The mode for a forward or a backward: the SPMD mode, or without tp the mode that casts parameters.
+
+        A backward needs the mode, too, since recompute runs parts of the forward again.
+        """
+        if self._spmd is not None:
+            return self._spmd.on()
         if self._halves is not None:
             return self._halves.on()
         return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
-        """In its block, an action: measures its time, and tells the observer."""
+        """A context for an action. Measures the time of the action, and tells the observer."""
         start, bytes_before = time.perf_counter(), self.traffic.bytes
         with nullcontext() if self.observer is None else self.observer.doing(action):
             yield
@@ -103,32 +106,38 @@ class Stages:
         if self.observer is not None and action.kind in SENDS:
             self.observer.sent(action, self.traffic.bytes - bytes_before)
 
-    def phase(self, what: str) -> AbstractContextManager[None]:
-        """A context for a phase of the step in which only this library's code runs, such as ``clip``, for the observer."""
-        return nullcontext() if self.observer is None else self.observer.phase(what)
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context for a phase of the step in which only this library's code runs, such as ``clip``. Tells the observer."""
+        return nullcontext() if self.observer is None else self.observer.phase(name)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """In its block, forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
+        """A context for forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
         type than steps (runtime/coupling/float64.py)."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers:
                 stack.enter_context(dispatcher.deciding_anew())
             if self.branching is not None:
                 stack.enter_context(self.branching.in_trial())
-            if self._view is not None:
-                stack.callback(self._view.local.renew)
+            if self._spmd is not None:
+                stack.callback(self._spmd.local.renew)
             yield
 
     def settle(self, same: object | None, *, listened: bool = True) -> None:
-        """All parameters were looked at: ``same`` is the same object as before if they are; None: they may change unseen.
-        ``listened``: whether hooks of modules may look at their gradients in a backward."""
-        if self._view is not None:
-            self._view.local.settle(same, listened=listened)
+        """Tells the SPMD mode whether facts that it caches about parameters still hold.
+
+        Args:
+            same: a token, which is the same object as before as long as no parameter has changed. None: parameters may change
+                at any time from now on.
+            listened: whether hooks of modules may read gradients of parameters while a backward runs.
+        """
+        if self._spmd is not None:
+            self._spmd.local.settle(same, listened=listened)
 
     def backward(self) -> AbstractContextManager[None]:
-        """What is on during a backward, within ``view``."""
-        return nullcontext() if self._view is None else self._view.local.backward()
+        """A context for a backward, within ``spmd_mode``. If nobody reads gradients while the backward runs, its end moves them
+        from local tensors to parameters together."""
+        return nullcontext() if self._spmd is None else self._spmd.local.backward()
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks as text, for errors."""
@@ -139,7 +148,9 @@ class Stages:
 
 
 def _switches(model: nn.Module, recipe: Recipe) -> Switches:
-    """The settings that a person changes on modules between steps. They matter only if rows are divided, or if the model runs
-    in parts; else no module is watched."""
+    """The settings that a person changes on modules between steps.
+
+    They matter only if rows are divided, or if the model runs in parts. Otherwise no module is watched.
+    """
     divided = recipe.mesh.data_size * recipe.microbatches > 1
     return Switches(model if divided or recipe.in_parts else nn.Module())

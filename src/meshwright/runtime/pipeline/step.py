@@ -31,8 +31,8 @@ from meshwright.runtime.groups import as_bytes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
-from meshwright.runtime.pipeline.own_constants import OwnConstants, kept_elsewhere
-from meshwright.runtime.pipeline.own_numbers import OwnNumbers
+from meshwright.runtime.pipeline.own_constants import StageConstants, other_stages_state_kept
+from meshwright.runtime.pipeline.own_numbers import StageGenerators
 from meshwright.runtime.pipeline.program import Call, Program
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
@@ -91,9 +91,9 @@ class Step:
         # Each forward is therefore seeded anew.
         draws = any(program.graph.draws for program in self._programs)
         self._seeds = [random.getrandbits(_SEED_BITS) for _ in pieces.batches] if draws else []
-        self._own_numbers = OwnNumbers(stages.generators, stages.numbers)
+        self._generators = StageGenerators(stages.generators, stages.numbers)
         repeated = [slot for program in programs for slot in program.graph.repeated]
-        self._own_constants = OwnConstants(stages.model, list(dict.fromkeys(repeated)), stages.numbers)
+        self._constants = StageConstants(stages.model, list(dict.fromkeys(repeated)), stages.numbers)
         self._split = any(a.kind == "I" for a in schedule.ranks[stages.rank])
         self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(pieces.batches))}
         self._transfers = Transfers(
@@ -146,7 +146,7 @@ class Step:
     def end(self) -> None:
         """Call after the last action: waits for all sends, and shares writes to the batch."""
         self._transfers.end()
-        self._own_numbers.end()
+        self._generators.end()
         self._share_writes()
         if self._stages.branching is not None:
             self._stages.branching.finish()
@@ -176,8 +176,8 @@ class Step:
         elif action.kind == "F":
             self._begin_microbatch(action, flight)
         elif action.kind == "W":
-            assert flight.later is not None
-            flight.later.finish()
+            assert flight.deferred is not None
+            flight.deferred.finish()
             self._stages.sync.weights_done()
         else:
             self._backward(action, flight)
@@ -189,25 +189,25 @@ class Step:
         m = action.microbatch
         self._stages.sync.begin_microbatch(last=m == len(self._pieces.batches) - 1)
         seeded = host_seeded(self._seeds[m]) if self._seeds else nullcontext()
-        with self._beginning(action), seeded, self._own_numbers.of(action.stage):
+        with self._beginning(action), seeded, self._generators.of(action.stage):
             self._forward(action, flight)
 
     @contextmanager
     def _beginning(self, action: Action) -> Iterator[None]:
-        """In its block, a forward, modules begin with the state of ``begin``.
+        """A context for a forward, at whose begin modules have the state of ``begin``.
 
         The state that the first microbatch leaves stays in the modules. It is also stored if the model uses checkpoints
         (recompute), since a backward of a later microbatch must begin with it.
         """
         if self._state is None:
-            with self._own_constants.of(action.stage):
+            with self._constants.of(action.stage):
                 yield
         elif action.microbatch:
             with self._state.restored():
                 yield
         else:
             checkpoints: list[Any] = []
-            with checkpoints_noted(checkpoints), self._own_constants.of(action.stage):
+            with checkpoints_noted(checkpoints), self._constants.of(action.stage):
                 yield
             if checkpoints:
                 self._state_after_first[action.stage] = self._state.now()
@@ -217,12 +217,11 @@ class Step:
         m, model, part = action.microbatch, self._stages.model, None
         with ExitStack() as stack:
             if self._programs:
-                stack.enter_context(
-                    torch.set_grad_enabled(self._grad)
-                )  # decides whether received values get a gradient
+                # This decides whether received values get a gradient.
+                stack.enter_context(torch.set_grad_enabled(self._grad))
                 part = self._part(action, flight)
-                stack.enter_context(flight.later or nullcontext())
-            stack.enter_context(self._stages.view())
+                stack.enter_context(flight.deferred or nullcontext())
+            stack.enter_context(self._stages.spmd_mode())
             stack.enter_context(Shares(self._pieces.shares[m]).on(model))
             stack.enter_context(self._watched(model, (action.stage, m)))
             flight.ends = stack.enter_context(self._stages.sync.forward())
@@ -248,7 +247,7 @@ class Step:
             piece = copied(piece)
             if part.program.last:
                 self._written[m] = piece
-        with self._stages.calls.following(part), kept_elsewhere(model, part.program):
+        with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
             return self._call(model, piece)
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
@@ -263,7 +262,7 @@ class Step:
         if stages.branching is not None:
             stages.branching.begin(graph.rows)
         if self._split:
-            flight.later = DeferredWeightGrads()
+            flight.deferred = DeferredWeightGrads()
         return StageInterpreter(
             program.stages[action.stage],
             received,
@@ -301,10 +300,10 @@ class Step:
         state = self._state_after_first.get(action.stage) if action.microbatch else None
         if roots:
             stages, restored = self._stages, state.restored() if state else nullcontext()
-            with restored, flight.later or nullcontext(), stages.view(), stages.backward():
+            with restored, flight.deferred or nullcontext(), stages.spmd_mode(), stages.backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
-        flight.back = {
+        flight.input_grads = {
             n: _copied(leaf.grad) if leaf.grad is not None or may_lack else torch.zeros_like(leaf)
             for n, leaf in flight.received.items() if leaf.requires_grad
         }  # fmt: skip
@@ -312,10 +311,10 @@ class Step:
 
     def _take_gradients(self, program: Program, action: Action, flight: Flight) -> None:
         """Takes the gradients of this stage's outputs from other stages of this rank."""
-        for taker in program.stages[action.stage].outgoing:
-            if (taker, action.microbatch) in self._flights:
-                for n in program.differentiable((action.stage, taker)):
-                    if (g := self._flights[taker, action.microbatch].back.pop(n)) is not None:
+        for later_stage in program.stages[action.stage].outgoing:
+            if (later_stage, action.microbatch) in self._flights:
+                for n in program.differentiable((action.stage, later_stage)):
+                    if (g := self._flights[later_stage, action.microbatch].input_grads.pop(n)) is not None:
                         flight.grads.setdefault(n, []).append(g)
 
 

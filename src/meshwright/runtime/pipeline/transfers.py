@@ -32,9 +32,8 @@ from meshwright.schedule import TRANSFERS, Action
 from meshwright.spmd.comm import gather_single
 from meshwright.watch.timer import CommunicationTimer
 
-LARGE = (
-    1 << 20
-)  # bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
+# bytes from which on a value is sent in slices: an all-gather has a time of its own, however little it moves
+LARGE = 1 << 20
 _WHICH = -1  # in place of the number of a value: a message that says which gradients exist
 
 
@@ -168,13 +167,13 @@ class Transfers:
         """Begins to send tensors to another stage, and releases those of earlier sends that have ended."""
         target = self._stage_rank[action.other or 0]
         for t in tensors:
-            t = self._own_slice(as_bytes(t))
+            t = self._slice_of_rank(as_bytes(t))
             self._sent.append((dist.isend(t, group=self._group_for(t), group_dst=target), t))
             self._traffic.sends += 1
             self._traffic.bytes += t.numel() * t.element_size()
         self._sent = [(work, tensor) for work, tensor in self._sent if not is_done(work)]
 
-    def _own_slice(self, t: Tensor) -> Tensor:
+    def _slice_of_rank(self, t: Tensor) -> Tensor:
         """The bytes of a value that this rank sends, or receives, for its tp group."""
         if self._sharers == 1 or t.numel() < LARGE or t.numel() % self._sharers:
             return t
@@ -199,7 +198,7 @@ class Transfers:
     def _send_gradients(self, action: Action, flight: Flight) -> None:
         """Sends the gradients of received values; zeros for a value without one, after a message that says which have one."""
         numbers, values = self._numbers(action), self._programs[action.microbatch].graph.values
-        grads = [flight.back.pop(n) for n in numbers]
+        grads = [flight.input_grads.pop(n) for n in numbers]
         if numbers and self._may_lack(action):
             exists = [grad is not None for grad in grads]
             self._send(action, [torch.tensor(exists, dtype=torch.uint8, device="cpu")])
@@ -229,8 +228,8 @@ class Transfers:
     def _begin_receiving(self, number: int, value: Tensor, source: int) -> _Arriving:
         """Begins to receive a value, or this rank's slice of it."""
         buffer = as_bytes(value)
-        own = self._own_slice(buffer)
-        part = buffer if own is buffer else torch.empty_like(own)
+        local_slice = self._slice_of_rank(buffer)
+        part = buffer if local_slice is buffer else torch.empty_like(local_slice)
         return _Arriving(number, value, buffer, part, dist.irecv(part, group=self._group_for(value), group_src=source))
 
     def _received(self, arriving: Sequence[_Arriving]) -> list[tuple[int, Tensor]]:

@@ -61,9 +61,8 @@ class CountedUses(Follower):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
-        self._picked: dict[
-            int, tuple[Tensor, Name]
-        ] = {}  # id → (a tensor whose rows a mask picked, the count of these)
+        # id → (a tensor whose rows a mask picked, the count of these rows)
+        self._picked: dict[int, tuple[Tensor, Name]] = {}
 
     def met(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], names: list[Name | None]

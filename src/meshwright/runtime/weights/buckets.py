@@ -5,14 +5,14 @@
     bucket 1                     full ─ all-reduce ───────►
     finish                                               rest, wait, write back
 
-Parameters are put into buckets in the reverse of their order in the model, in which a backward comes to them. A bucket's
-all-reduce begins when each of its parameters has got a gradient from every microbatch of the step, and never before that of
-the bucket before it, so that all ranks enter the same collectives in the same order. What a backward does not fill
-(parameters that it does not use) ``finish`` completes; parameters that no rank has used in a step are in the last buckets of
-the next one.
+Buckets hold the parameters in reverse order, since a backward computes the gradients of the last ones first. The all-reduce of
+a bucket begins when each of its parameters has a gradient from every microbatch of the step, and the all-reduce of the bucket
+before it has begun. So all ranks enter the same collectives in the same order. If a backward does not use some parameters,
+their buckets do not fill: ``finish`` sums these. Parameters that no rank has used in a step are in the last buckets of the next
+step.
 
-A custom backward may add to a gradient once more (a checkpoint with reentry runs a backward of its own). A bucket that holds
-such a gradient is summed again, on all ranks.
+A custom backward may add to a gradient after its bucket was sent (a checkpoint with reentry runs a backward of its own). Then
+all ranks sum this bucket again.
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv 2006.15704, section 3.2.
 """
@@ -37,12 +37,14 @@ BYTES = 25 * 2**20  # of a bucket, as in torch's DDP
 
 @dataclass
 class _Bucket:
-    """Attributes:
-    names: of its parameters, of one type.
-    missing: those that await a gradient.
-    total: the gradients, one after another, which the all-reduce changes in place; None before it began.
-    work: the all-reduce; None if there is nothing to sum.
-    again: whether a gradient has changed since the all-reduce began.
+    """Parameters whose gradients are summed by one all-reduce.
+
+    Attributes:
+        names: of the parameters; all have gradients of one dtype on one device.
+        missing: the parameters that have no gradient yet from some microbatch of this step.
+        total: the gradients, one after another, which the all-reduce sums in place; None before it has begun.
+        work: the all-reduce; None before it has begun, or if the bucket has no elements.
+        again: whether a gradient has changed since the all-reduce began.
     """
 
     names: list[str]
@@ -52,17 +54,18 @@ class _Bucket:
     again: bool = False
 
     def wait(self) -> None:
+        """Waits for the all-reduce."""
         if self.work is not None:
             self.work.wait()
 
 
 class Buckets:
-    """The sums of one group of ranks.
+    """The buckets of one process group.
 
     Args:
-        parameters: name → parameter, in the order of the model; the same names on all ranks. Frozen ones have no part.
+        parameters: name → parameter, in the order of the model; equal names on all ranks. Frozen parameters are left out.
         group: the ranks to sum over.
-        size: bytes of a bucket.
+        size: largest size of a bucket in bytes. A larger parameter has a bucket of its own.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, *, size: int = BYTES) -> None:
@@ -71,32 +74,33 @@ class Buckets:
         self._arrange(self._unused)
         self._counts: dict[str, int] = {}
         self._microbatches, self._next, self._open = 0, 0, False
-        # The node is kept: torch makes another one for each forward otherwise.
+        # The nodes are kept: otherwise torch makes a new node of a parameter for each forward, without the hook.
         self._nodes = {name: get_gradient_edge(p).node for name, p in self._parameters.items()}
-        self._hooks = [node.register_hook(partial(self._arrived, name)) for name, node in self._nodes.items()]
+        self._hooks = [node.register_hook(partial(self._on_gradient, name)) for name, node in self._nodes.items()]
 
     def _arrange(self, unused: frozenset[str]) -> None:
-        """Makes the buckets. ``unused``: parameters that are expected to get no gradient; the same on all ranks."""
+        """Makes the buckets. ``unused``: parameters that no rank used in the last step; equal on all ranks."""
         self._unused = unused
-        order = sorted(self._parameters, key=lambda name: name not in unused)  # buckets begin with the last ones
+        # Unused ones come first, and so are in the last buckets.
+        order = sorted(self._parameters, key=lambda name: name not in unused)
         self._buckets = _divided({name: self._parameters[name] for name in order}, self._size)
-        self._of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
 
-    def stands_for(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether the buckets are those of these parameters, as they are now."""
+    def holds(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether the buckets hold exactly those of these parameters that are trained now."""
         trained = _trained(parameters)
         return trained.keys() == self._parameters.keys() and all(p is self._parameters[n] for n, p in trained.items())
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def begin(self, microbatches: int) -> None:
-        """Before the forwards of a step, on all ranks: their backwards fill the buckets.
+        """Call on all ranks before the forwards of a step. The backwards of the step then fill the buckets.
 
         Args:
-            microbatches: the number of backwards, in each of which a parameter that is used gets one gradient.
+            microbatches: number of backwards of the step. In each, a parameter that is used gets one gradient.
         """
         self._microbatches, self._next, self._open = microbatches, 0, True
         self._counts = {}
@@ -105,19 +109,19 @@ class Buckets:
             bucket.again, bucket.missing = False, set(bucket.names)
 
     def leave(self) -> None:
-        """After a step that raised: what began is waited for by nobody."""
+        """Call after a step, also after one that raised. Buckets ignore later gradients, and nobody waits for begun sums."""
         self._open = False
 
     def finish(self, on_any: Callable[[Sequence[bool]], list[bool]]) -> None:
-        """After the backwards, on all ranks: gradients are those of all ranks.
+        """Call on all ranks after the backwards of a step. Afterwards each gradient is the sum over all ranks.
 
         Args:
-            on_any: for each flag, whether it is set on any rank; collective.
+            on_any: flags of this rank → for each flag, whether it is set on any rank. Collective.
         """
         self._open = False
         names = [*self._parameters]
         used = [self._parameters[name].grad is not None for name in names]
-        # Before any other collective: these ranks may have one group for both, and some have begun all buckets by now.
+        # All sums begin before ``on_any``: both may use one process group, and some ranks have begun all sums already.
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         flags = on_any([*used, *(bucket.again for bucket in self._buckets)])
@@ -133,11 +137,11 @@ class Buckets:
 
     # --- while a backward runs ----------------------------------------------------------------------------------------
 
-    def _arrived(self, name: str, *_: Any) -> None:
-        """After a gradient has been added to that of a parameter."""
+    def _on_gradient(self, name: str, *_: Any) -> None:
+        """Hook: a backward has added to the gradient of a parameter."""
         if not self._open:
             return
-        bucket = self._buckets[self._of[name]]
+        bucket = self._buckets[self._bucket_of[name]]
         count = self._counts[name] = self._counts.get(name, 0) + 1
         if bucket.total is not None:
             bucket.again = True
@@ -158,7 +162,8 @@ class Buckets:
 
     @torch.no_grad()
     def _write_back(self, bucket: _Bucket, is_used: Mapping[str, bool]) -> None:
-        """Makes the sums the gradients of the parameters that some rank has used. The others have none, as on one device."""
+        """Copies the sums to the gradients of the parameters that some rank has used. Other parameters keep no gradient, as on
+        one device."""
         assert bucket.total is not None
         parameters = [self._parameters[name] for name in bucket.names]
         for name, p in zip(bucket.names, parameters, strict=True):
@@ -187,13 +192,13 @@ def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 
 def _divided(parameters: Mapping[str, nn.Parameter], size: int) -> list[_Bucket]:
-    """Buckets of the last parameters first, each of one type of gradients."""
+    """Buckets of at most ``size`` bytes. The first bucket has the last parameters; gradients in a bucket have one dtype."""
     buckets: list[_Bucket] = []
     filled = 0
     for name, p in reversed([*parameters.items()]):
         last = buckets[-1].names[-1] if buckets else ""
-        same = bool(last) and _type(parameters[last]) == _type(p)
-        if not same or filled + p.nbytes > size:
+        same_type = bool(last) and _type(parameters[last]) == _type(p)
+        if not same_type or filled + p.nbytes > size:
             buckets.append(_Bucket([]))
             filled = 0
         buckets[-1].names.append(name)
@@ -202,6 +207,7 @@ def _divided(parameters: Mapping[str, nn.Parameter], size: int) -> list[_Bucket]
 
 
 def _type(p: Tensor) -> tuple[torch.dtype, torch.device]:
+    """The dtype of a parameter's gradient, and its device."""
     return getattr(p, "grad_dtype", None) or p.dtype, p.device
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.private import norms_of, scale_all
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.parameters import Standing, local_tensor
+from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor
 from meshwright.runtime.weights.partial_gradients import refused
 from meshwright.watch.timer import CommunicationTimer
 
@@ -29,7 +29,7 @@ class Clipping:
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, waiting: CommunicationTimer) -> None:
         self._device, self._waiting = groups.device, waiting
         self._copies = {line.name: recipe.copies(line) for line in recipe.held_by(groups.rank)}
-        self._standing = Standing(model, self._copies)
+        self._current = CurrentParameters(model, self._copies)
         self._weights: dict[tuple[int, ...], Tensor] = {}  # numbers of copies → a tensor of them on the device
         if recipe.in_parts:
             refused(self, Clipping.gradients)
@@ -54,14 +54,14 @@ class Clipping:
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the parameters that this rank holds."""
-        grads = (self._standing[name].grad for name in self._copies)
+        grads = (self._current[name].grad for name in self._copies)
         return [grad for grad in grads if grad is not None]
 
     def _parts(self) -> dict[torch.dtype, list[tuple[Tensor, int]]]:
         """dtype → [(local gradient, number of ranks with the same part)]. Complex gradients are viewed as pairs of reals."""
         parts: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
         for name, copies in self._copies.items():
-            grad = self._standing[name].grad
+            grad = self._current[name].grad
             part = None if grad is None else local_tensor(grad)
             if part is not None and part.numel():
                 part = torch.view_as_real(part) if part.is_complex() else part

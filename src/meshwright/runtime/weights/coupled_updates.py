@@ -1,13 +1,15 @@
-"""``refuse_coupled_updates``: an optimizer whose update of one parameter follows from the gradients of others raises an error
-if each rank holds some parameters alone.
+"""``refuse_coupled_updates``: refuses optimizers with coupled updates if each rank holds only some parameters.
 
-    class Mine(torch.optim.Optimizer):         # pp=2: rank 0 takes the norm of its stage's gradients, rank 1 that of its own
+Updates are coupled if the update of one parameter depends on the gradients of others. Such an optimizer would compute with the
+gradients of one rank alone, and its updates would be wrong:
+
+    class Clipped(torch.optim.Optimizer):      # pp=2: each rank would compute the norm of its own stage's gradients
         def step(self):
             norm = torch.stack([p.grad.norm() for p in ...]).norm()
 
-Whether updates are coupled is tried before the first step of each optimizer: a twin of it, with small tensors in place of its
-parameters, takes steps with some gradients; another twin takes the same steps with larger gradients of every other tensor. If
-the tensors between them get another update, updates are coupled.
+Whether updates are coupled is tried before the first step of each optimizer. A twin of the optimizer has small tensors in place
+of the parameters, and takes some steps. Another twin takes the same steps, but every other tensor has larger gradients. If the
+tensors with unchanged gradients get other updates, updates are coupled.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from meshwright.generators import random_numbers_kept, seed_all
 from meshwright.private import DispatchMode
 from meshwright.spmd.patches import UNCOMPILED
 
-_STEPS = 24  # of each twin: a distance that is estimated in one step changes the updates of the next
-_GROWTH = 1.5  # of gradients from step to step: what clips acts from some size on
-_LARGEST_DIM = 8  # of the small tensors
-_SHAPES = 4  # of each group of parameters: other shapes may be updated in another way
-_FACTOR = 3.0  # by which the other gradients are larger
+_STEPS = 24  # steps of each twin: an optimizer may use what it estimates in one step only in later ones
+_GROWTH = 1.5  # factor of gradients from step to step: clipping acts only from some size on
+_LARGEST_DIM = 8  # largest size of a dim of the small tensors
+_SHAPES = 4  # most shapes of each group of parameters that are tried: updates may depend on the shape
+_FACTOR = 3.0  # factor of the larger gradients
 
 
 def refuse_coupled_updates(
     owner: object, parameters: Callable[[Any], Iterable[Tensor]], note: Callable[[str], None]
 ) -> None:
-    """From here on, until ``owner`` has gone, an optimizer with coupled updates raises PlanError before its first step.
+    """Makes optimizers with coupled updates raise PlanError before their first step, as long as ``owner`` lives.
 
     Optimizers of ``torch.optim`` are not tried: all but ``LBFGS``, which ``partial_gradients`` refuses, treat each parameter by
     itself.
 
     Args:
-        owner: what has the parameters of a job; it is not kept alive by this.
-        parameters: those of an owner, of which each rank has some.
-        note: gets a sentence if an optimizer could not be tried.
+        owner: an object of the job; this does not keep it alive.
+        parameters: owner → its parameters on this rank.
+        note: called with a sentence if an optimizer could not be tried.
     """
     alive = weakref.ref(owner)
     tried: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -55,8 +57,8 @@ def refuse_coupled_updates(
         model = alive()
         if model is None or optimizer in tried or type(optimizer).__module__.startswith("torch.optim."):
             return
-        ours = set(map(id, parameters(model)))
-        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        of_job = set(map(id, parameters(model)))
+        if not any(id(p) in of_job for group in optimizer.param_groups for p in group["params"]):
             return
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         try:
@@ -77,7 +79,7 @@ def refuse_coupled_updates(
 def updates_are_coupled(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> bool:
     """Whether the update of one parameter changes with the gradients of others.
 
-    False if a step communicates: then it is written for parameters that stand on several ranks.
+    False if a step calls collectives: then the optimizer is written for parameters that are on several ranks.
 
     Args:
         closure: whether ``step`` gets a closure.
@@ -94,11 +96,11 @@ def updates_are_coupled(optimizer: torch.optim.Optimizer, *, closure: bool = Fal
 
 
 def _coupled_in(dtype: torch.dtype | None, optimizer: torch.optim.Optimizer, closure: bool) -> bool:
-    """Whether updates are coupled, of small tensors of a type. It should be float64: a first guess of a distance moves
-    parameters by less than float32 can tell.
+    """Whether updates of small tensors are coupled.
 
     Args:
-        dtype: None: those of the parameters.
+        dtype: of the small tensors; None: those of the parameters. float64 is best: an optimizer that estimates its step size
+            may begin with updates that are too small for float32.
     """
     plain = _updated(optimizer, dtype, closure, lambda number: 1.0)
     odd = _updated(optimizer, dtype, closure, lambda number: _FACTOR if number % 2 else 1.0)
@@ -122,7 +124,7 @@ def _updated(
     Args:
         dtype: of the small tensors; None: those of the parameters.
         closure: whether ``step`` gets a closure.
-        factor: of the gradients of the small tensor with this number.
+        factor: number of a small tensor → factor of its gradients.
     """
     seed_all(0)
     twin, tensors = _twin(optimizer, dtype)
@@ -130,7 +132,7 @@ def _updated(
 
     def set_gradients(scale: float) -> Tensor:
         for number, (tensor, slope) in enumerate(zip(tensors, slopes, strict=True)):
-            # with the tensor in it: an optimizer that moves parameters and calls its closure again gets another gradient
+            # The gradient depends on the tensor: an optimizer may move parameters and call its closure again.
             tensor.grad = (slope + tensor.detach()) * (scale * factor(number))
         return torch.ones(())
 
@@ -143,25 +145,23 @@ def _updated(
 
 
 def _twin(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> tuple[Any, list[Tensor]]:
-    """An optimizer with the same options and attributes, without hooks and the state of parameters, for small tensors; and
-    these tensors."""
+    """(a copy of an optimizer for small tensors, these tensors). Hooks, and the state of parameters, are not copied."""
     if any(isinstance(value, nn.Module) for value in vars(optimizer).values()):
         raise TypeError("it has a module among its attributes")
-    in_place_of: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # id of an object → the object that deepcopy puts in its place
     tensors: list[Tensor] = []
     for group in optimizer.param_groups:
         small = [nn.Parameter(t) for t in _small(group["params"], dtype)]
         tensors += small
-        in_place_of[id(group["params"])] = small
+        memo[id(group["params"])] = small
         for number, p in enumerate(group["params"]):
-            in_place_of[id(p)] = small[number % len(small)]
+            memo[id(p)] = small[number % len(small)]
     twin = object.__new__(type(optimizer))
-    # deepcopy puts what the table has in place of what it finds
     attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "step") and not n.endswith("_hooks")}
-    vars(twin).update(copy.deepcopy(attributes, in_place_of))
+    vars(twin).update(copy.deepcopy(attributes, memo))
     vars(twin).update({n: OrderedDict() for n in vars(optimizer) if n.endswith("_hooks")}, state=defaultdict(dict))
     of_all = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    twin.state.update(copy.deepcopy(of_all, in_place_of))
+    twin.state.update(copy.deepcopy(of_all, memo))
     for group in twin.param_groups:
         _raise_lr(group)
     return twin, tensors
@@ -174,7 +174,7 @@ def _small(parameters: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
 
 
 def _raise_lr(group: dict[str, Any]) -> None:
-    """Sets a learning rate of zero, with which a warm-up begins and no update shows, to the one that it rises to."""
+    """Replaces a learning rate of zero by the initial one: a warm-up begins with zero, and no update would be seen."""
     lr = group.get("lr")
     if isinstance(lr, float | int | Tensor) and not float(lr):
         group["lr"] = float(group.get("initial_lr") or 1e-2)

@@ -1,5 +1,6 @@
-"""Data parallelism with shards: FSDP2 over the data axes for every unit. A replicated unit is HSDP with shards of one rank.
-Without shards (``dp_replicate`` alone) the job sums gradients itself (``gradient_sums``).
+"""Applies FSDP2 to every unit of a model, over the data axes. A replicated unit is HSDP with shards of one rank.
+
+If a plan does not need FSDP2 (``dp_replicate`` alone, say), the job sums gradients itself (``gradient_sums``).
 
 All reductions are sums: the loss is divided by the number of rows (runtime/rows/microbatches.py).
 """
@@ -25,8 +26,8 @@ from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
 def needs_fsdp(recipe: Recipe) -> bool:
-    """Whether FSDP2 has something to do: shards over data ranks; mixed precision, which comes from it; or sums over data ranks
-    beside the backward if tp, too, communicates in it (else ``buckets`` does that)."""
+    """Whether a plan needs FSDP2: for shards over data ranks; for mixed precision; or to sum over data ranks while the backward
+    runs, if tp communicates in the backward, too. (Without tp ``buckets`` does this.)"""
     replicas, shards, tp = (_largest(recipe, axis) for axis in ("dp_replicate", "dp_shard", "tp"))
     return recipe.precision in ("bfloat16", "float16") or shards > 1 or (replicas > 1 and tp > 1)
 
@@ -49,7 +50,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
             continue  # it runs on other stages, or in other branches
         module = modules[unit.name]
         policy = _policy(recipe, unit)
-        with _hooks_without_view(module, unit, policy), class_name_kept(module):
+        with _hooks_without_modes(module, unit, policy), class_name_kept(module):
             fully_shard(
                 module,
                 mesh=_mesh(unit, groups),
@@ -197,9 +198,9 @@ def _policy(recipe: Recipe, unit: Unit) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def _hooks_without_view(module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> Iterator[None]:
-    """Inside the ``with``, FSDP2 registers its hooks; afterwards they are wrapped to run on local tensors, with modes off: they
-    make parameters and walk the autograd graph.
+def _hooks_without_modes(module: nn.Module, unit: Unit, policy: MixedPrecisionPolicy) -> Iterator[None]:
+    """A context in which FSDP2 registers its hooks. Afterwards the hooks are wrapped to run on local tensors, with modes off:
+    they make parameters and walk the autograd graph.
 
     There is no public way to order a hook against a function mode. FSDP2's hooks are those that are new after the ``with``.
     """
@@ -257,9 +258,9 @@ def _locally(
                 new = [t.to(low) if low is not None and t.is_floating_point() else t for t in plain]
         if all(a is b for a, b in zip(plain, new, strict=True)):
             return None if after else subject
-        back = iter(zip(tensors, new, strict=True))
+        before_and_now = iter(zip(tensors, new, strict=True))
         note = note_replaced if after else note_replaced_within
-        return put_tensors(lambda t: t if isinstance(t, _SKIPPED) else _as_before(*next(back), note), subject)
+        return put_tensors(lambda t: t if isinstance(t, _SKIPPED) else _as_before(*next(before_and_now), note), subject)
 
     return run
 

@@ -26,13 +26,13 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     holders = _holders(line, recipe)
     slices = {rank: recipe.held(line, rank) for rank in holders}
     if groups.rank == 0:
-        whole = torch.empty(line.shape, dtype=local.dtype, device="cpu")
+        full = torch.empty(line.shape, dtype=local.dtype, device="cpu")
         for rank in holders:
             shape = recipe.held_shape(line, rank)
             piece = local.cpu() if rank == groups.rank else _received(shape, local.dtype, rank, groups)
             if piece.numel():
-                place_slices(whole, slices[rank], piece)
-        return whole
+                place_slices(full, slices[rank], piece)
+        return full
     if groups.rank in holders:
         _send(local, groups)
     return None
@@ -54,10 +54,10 @@ def whole_on_every_rank(
     if local is None:
         shape = recipe.held_shape(line, groups.rank) if recipe.holds(line, groups.rank) else ()
         local = torch.zeros(shape, dtype=dtype, device=groups.device)
-    whole = gather_whole(line, local, recipe, groups)
-    whole = torch.empty(line.shape, dtype=dtype, device="cpu") if whole is None else whole.contiguous()
-    dist.broadcast(as_bytes(whole), src=0, group=groups.hosts[""])
-    return whole.to(groups.device)
+    full = gather_whole(line, local, recipe, groups)
+    full = torch.empty(line.shape, dtype=dtype, device="cpu") if full is None else full.contiguous()
+    dist.broadcast(as_bytes(full), src=0, group=groups.hosts[""])
+    return full.to(groups.device)
 
 
 def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:

@@ -41,7 +41,7 @@ class GradientSync:
 
     @contextmanager
     def forward(self) -> Iterator[list[Tensor]]:
-        """Wraps a microbatch's forward. Yields a list, to which the forward adds its ``ends``."""
+        """A context for a microbatch's forward. Yields a list, to which the forward adds its ``ends``."""
         tensors: list[Tensor] = []
         self.ends = None if self._at_end else tensors
         try:

@@ -54,7 +54,7 @@ class Halves(FunctionMode):
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Wraps a forward, or a backward that recomputes parts of one."""
+        """A context for a forward, or for a backward that recomputes parts of one."""
         try:
             with self, custom_functions(self._custom), scripted_functions(self._custom):
                 yield
@@ -68,7 +68,7 @@ class Halves(FunctionMode):
         return func(*args, **kwargs)
 
     def _custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A custom ``autograd.Function`` is no torch function, nor is what ``torch.jit`` made."""
+        """Runs a custom ``autograd.Function`` or a scripted function: torch does not treat these as torch functions."""
         with without_modes():
             args, kwargs = self._substitute(args, kwargs)
         return apply(function, *args, **kwargs)

@@ -19,6 +19,7 @@ from meshwright.runtime.weights.parameters import like, local_tensor
 from meshwright.spmd.comm import locally
 
 Take = Callable[[Tensor], None]
+"""Moves the gradient of a local part to its parameter."""
 
 
 class HandOver:
@@ -53,8 +54,8 @@ class HandOver:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps a backward without ``create_graph`` during which nobody reads the parameters' gradients: they are moved at its
-        end."""
+        """A context for a backward without ``create_graph`` during which nobody reads gradients of parameters. Its end moves
+        them."""
         self._waiting = waiting = list[tuple[Take, Tensor]]()
         try:
             yield

@@ -31,18 +31,19 @@ StandIns = dict[int, tuple[Tensor, DTensor]]
 modules)."""
 
 
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every attribute of a module that holds a parameter: (full name, module, attribute, parameter). Tied ones occur several
-    times."""
+def parameter_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, module, attribute, parameter) for each attribute of a module that holds a parameter. A tied parameter has
+    several."""
     for prefix, module in model.named_modules(remove_duplicate=True):
         for name, p in module._parameters.items():
             if p is not None:
                 yield (f"{prefix}.{name}" if prefix else name), module, name, p
 
 
-class Standing:
-    """The current Parameter objects of a model, by name. FSDP2 replaces the objects while a unit is gathered, so they are
-    looked up at each use; one look-up each, without a walk over the model.
+class CurrentParameters:
+    """Looks up the current Parameter objects of a model, by name, without a walk over the model.
+
+    FSDP2 replaces the objects while a unit is gathered, so they must be looked up at each use.
 
     Args:
         names: the names that will be looked up.
@@ -50,25 +51,27 @@ class Standing:
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         split = ((name, *name.rpartition(".")) for name in names)
-        self._at = {name: (model.get_submodule(path), key) for name, path, _, key in split}
+        self._slots = {name: (model.get_submodule(path), key) for name, path, _, key in split}
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        module, key = self._at[name]
+        module, key = self._slots[name]
         p: nn.Parameter = getattr(module, key)
         return p
 
     def each(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """The parameters of these names, in order. Reads the modules' dicts, which is faster than attributes: every step
-        does it."""
-        at = map(self._at.__getitem__, names)
-        candidates = ((module._parameters.get(key), module, key) for module, key in at)
+        """The parameters of these names, in order.
+
+        Reads the modules' dicts, which is faster than reading attributes: each step looks up all parameters.
+        """
+        slots = map(self._slots.__getitem__, names)
+        candidates = ((module._parameters.get(key), module, key) for module, key in slots)
         return [getattr(module, key) if p is None else p for p, module, key in candidates]
 
 
 def attributes_of(model: nn.Module) -> Attributes:
     """Parameter → its attributes (``p._no_weight_decay = True``), for parameters that have some."""
-    every = ((name, dict(vars(p))) for name, p in model.named_parameters())
-    return {name: attributes for name, attributes in every if attributes}
+    of_all = ((name, dict(vars(p))) for name, p in model.named_parameters())
+    return {name: attributes for name, attributes in of_all if attributes}
 
 
 def give_attributes(model: nn.Module, attributes: Attributes) -> None:
@@ -89,7 +92,7 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     if recipe.mesh.axis_size("tp") == 1:
         return
     replaced: dict[int, nn.Parameter] = {}
-    for name, module, key, p in list(places(model)):
+    for name, module, key, p in list(parameter_slots(model)):
         line = recipe.by_name[name]
         if not recipe.holds(line, groups.rank):
             continue
@@ -99,26 +102,29 @@ def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
 
 
 def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
+    """A parameter as it is between steps: a DTensor (on meta) over the tp mesh, with this rank's local shape."""
     placement = dtensor.Shard(line.tp.dim) if isinstance(line.tp, Shard) else dtensor.Replicate()
     # Parameters that several branches use are replicated on all ranks.
     place = line.place if len(line.places) == 1 else 0
-    at = recipe.places.at(groups.rank, place)
-    assert at is not None
-    local = torch.empty(line.local_shape(at.tp), dtype=p.dtype, device="meta")
+    coordinate = recipe.places.at(groups.rank, place)
+    assert coordinate is not None
+    local = torch.empty(line.local_shape(coordinate.tp), dtype=p.dtype, device="meta")
     mesh = groups.of(line.data, place)["tp"]
     stride = torch.empty(line.shape, device="meta").stride()
-    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
-    return nn.Parameter(whole, requires_grad=p.requires_grad)
+    sharded = DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(line.shape), stride=stride)
+    return nn.Parameter(sharded, requires_grad=p.requires_grad)
 
 
 def allocate(model: nn.Module, recipe: Recipe, groups: Groups, allocated: Allocated) -> None:
     """Allocates memory for this rank's parameters, without values, and moves buffers to the device."""
     replaced: dict[int, nn.Parameter] = {}
-    elsewhere = {id(p) for name, _, _, p in places(model) if not recipe.holds(recipe.by_name[name], groups.rank)}
+    elsewhere = {
+        id(p) for name, _, _, p in parameter_slots(model) if not recipe.holds(recipe.by_name[name], groups.rank)
+    }
     # ``replace_tensors`` would untie plain parameters, as it makes a new one for each attribute.
-    plain = {id(p) for _, _, _, p in places(model) if p.is_meta and not isinstance(p, DTensor)}
+    plain = {id(p) for _, _, _, p in parameter_slots(model) if p.is_meta and not isinstance(p, DTensor)}
     replace_tensors(model, lambda t: t if id(t) in plain or id(t) in elsewhere else allocated(t, groups.device))
-    for _, module, key, p in list(places(model)):
+    for _, module, key, p in list(parameter_slots(model)):
         if id(p) in plain and id(p) not in elsewhere:
             if id(p) not in replaced:
                 replaced[id(p)] = nn.Parameter(allocated(p.detach(), groups.device), requires_grad=p.requires_grad)
@@ -145,9 +151,9 @@ def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
         objects: parameter's name → the original object.
 
     Returns:
-        The replacements of those that cannot be put back, because the parameter is a DTensor now.
+        The objects that cannot be put back, because the parameter is a DTensor now, with these DTensors.
     """
-    named, every = dict(model.named_parameters(remove_duplicate=False)), list(places(model))
+    named, slots = dict(model.named_parameters(remove_duplicate=False)), list(parameter_slots(model))
     stand_ins: StandIns = {}
     for name, before in objects.items():
         now = named[name]
@@ -155,7 +161,7 @@ def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
             stand_ins[id(before)] = before, now
         elif now is not before:
             torch.utils.swap_tensors(before, now)
-            for _, module, key, p in every:
+            for _, module, key, p in slots:
                 if p is now:
                     setattr(module, key, before)
     return stand_ins

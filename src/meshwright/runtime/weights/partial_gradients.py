@@ -100,7 +100,7 @@ def _entered(*contexts: Any) -> ExitStack:
 def _finding(function: str, fix: str) -> Finding:
     return Finding(
         where=function,
-        given="gradients of a model that stands in parts (pipeline stages, or branches), of which this rank holds some",
+        given="gradients of a model in parts (pipeline stages, or branches), of which this rank holds some",
         required="all gradients of the model: it takes one number of them together",
         fix=fix,
     )

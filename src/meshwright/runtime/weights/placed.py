@@ -1,4 +1,4 @@
-"""``Placed``: the parameters that a job put into its model, and whether the model still has them.
+"""``PlacedModel``: the parameters, classes and forwards of a model when the job was made; finds what has changed since.
 
 A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). But some changes would be
 lost without an error, so ``check`` finds them:
@@ -22,11 +22,11 @@ from meshwright.errors import Finding, Findings
 from meshwright.private import any_backward_hooks, raw_local, raw_locals, storage_of, storages_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
-from meshwright.runtime.weights.parameters import places
+from meshwright.runtime.weights.parameters import parameter_slots
 
 
-class Placed:
-    """The parameters of a model, as a job placed them.
+class PlacedModel:
+    """The parameters that a job put into its model, and the classes and forwards of its modules at that time.
 
     Args:
         model: the model, with sharded parameters, between steps.
@@ -43,48 +43,48 @@ class Placed:
 
     def _note(self) -> None:
         """Takes the model's current parameters, classes and forwards as the reference for later checks."""
-        self._each = modules = list(self._model.modules())
+        self._all_modules = modules = list(self._model.modules())
         self._classes = [*map(type, modules)]
         self._forwards = self._forwards_now()
         self._children = [m._modules for m in modules]
         self._children_then = [dict(children) for children in self._children]
         self._tables = [m._parameters for m in modules]
         self._tables_then = _contents(self._tables)
-        every = {id(p): p for table in self._tables for p in table.values() if p is not None}
-        self._dtensors = [p for p in every.values() if isinstance(p, DTensor)]
+        by_id = {id(p): p for table in self._tables for p in table.values() if p is not None}
+        self._dtensors = [p for p in by_id.values() if isinstance(p, DTensor)]
         self._storages = storages_of(self._dtensors)
-        self._known, self._at = every, {id(table): dict(table) for table in self._tables}
-        self._note_held()
+        self._known, self._tables_by_id = by_id, {id(table): dict(table) for table in self._tables}
+        self._note_local_tensors()
 
-    def _note_held(self) -> None:
-        self._held_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
+    def _note_local_tensors(self) -> None:
+        self._locals_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
         self.same = None if self._by_fsdp else object()
 
     def check(self) -> None:
         """Raises PlanError with every parameter that was replaced, and every module whose class or forward was changed. Called
         between steps, when no unit is gathered."""
-        same = self._children == self._children_then and _contents(self._tables) == self._tables_then
+        same_parameters = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
-            same
-            and [*map(type, self._each)] == self._classes
+            same_parameters
+            and [*map(type, self._all_modules)] == self._classes
             and all(map(is_, self._forwards_now(), self._forwards))
             and storages_of(self._dtensors) == self._storages
         ):
-            if self.same is not None and not self._holds_the_same():
-                self._note_held()
+            if self.same is not None and not self._has_same_local_tensors():
+                self._note_local_tensors()
             return
         findings = Findings("this step")
         then = zip(self._dtensors, self._storages, strict=True)
         moved = {id(p) for p, storage in then if storage_of(p) != storage}
-        for name, module, key, p in places(self._model):
-            before = self._at.get(id(module._parameters), {}).get(key)
+        for name, module, key, p in parameter_slots(self._model):
+            before = self._tables_by_id.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
                 findings.extend([finding])
-        classes = {id(m): cls for m, cls in zip(self._each, self._classes, strict=True)}
+        classes = {id(m): cls for m, cls in zip(self._all_modules, self._classes, strict=True)}
         for name, module in self._model.named_modules():
             if (cls := classes.get(id(module), type(module))) is not type(module):
                 findings.extend([_of_another_class(name, cls, type(module))])
-        forwards = {id(m): forward for m, forward in zip(self._each, self._forwards, strict=False)}
+        forwards = {id(m): forward for m, forward in zip(self._all_modules, self._forwards, strict=False)}
         for name, module in self._model.named_modules():
             if id(module) in forwards and vars(module).get("forward") is not forwards[id(module)]:
                 findings.extend([_of_another_forward(name)])
@@ -93,17 +93,24 @@ class Placed:
 
     def _forwards_now(self) -> list[object]:
         """The ``forward`` attribute of each module itself, which hides the class's; only for a model in parts."""
-        return [vars(m).get("forward") for m in self._each] if self._recipe.in_parts else []
+        return [vars(m).get("forward") for m in self._all_modules] if self._recipe.in_parts else []
 
     def have_backward_hooks(self) -> bool:
         """Whether modules have hooks that run in a backward."""
-        return any_backward_hooks(self._each)
+        return any_backward_hooks(self._all_modules)
 
-    def _holds_the_same(self) -> bool:
-        same_tensors = map(is_, raw_locals(self._dtensors), self._held_then)
+    def _has_same_local_tensors(self) -> bool:
+        """Whether local tensors, and which parameters are trained, are as at the last check."""
+        same_tensors = map(is_, raw_locals(self._dtensors), self._locals_then)
         return all(same_tensors) and [*map(_TRAINS, self._dtensors)] == self._trains
 
     def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
+        """A finding if a parameter is not the one that the job put there.
+
+        Args:
+            before: the parameter that the job put there; None if there was none.
+            assigned: whether another tensor was assigned to ``p.data``.
+        """
         line = self._recipe.by_name.get(name)
         if line is None:
             return Finding(
@@ -168,4 +175,4 @@ def _alike(p: Tensor, before: Tensor) -> bool:
     return type(p) is type(before) and p.shape == before.shape and p.device == before.device
 
 
-__all__ = ["Placed"]
+__all__ = ["PlacedModel"]

@@ -25,8 +25,8 @@ from meshwright.private import any_hooked, awaits_gradient, hooked, take_backwar
 from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import whole_on_every_rank
-from meshwright.runtime.weights.gradient_sums import OwnSums
-from meshwright.runtime.weights.parameters import Standing, local_tensor, zero_gradient
+from meshwright.runtime.weights.gradient_sums import GradientSums
+from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor, zero_gradient
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """The hooks of a parameter, in the order of their calls."""
@@ -38,8 +38,8 @@ def take_hooks(model: nn.Module) -> dict[str, Hooks]:
 
     Handles that the model keeps can still remove a hook.
     """
-    every = ((name, take_backward_hooks(p)) for name, p in model.named_parameters())
-    return {name: hooks for name, hooks in every if hooks}
+    of_all = ((name, take_backward_hooks(p)) for name, p in model.named_parameters())
+    return {name: hooks for name, hooks in of_all if hooks}
 
 
 class StepGradients:
@@ -51,10 +51,10 @@ class StepGradients:
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, hooks: Mapping[str, Hooks]) -> None:
         self._recipe, self._groups = recipe, groups
-        self._sums = OwnSums(model, recipe, groups)
+        self._sums = GradientSums(model, recipe, groups)
         self._hooks = {name: [of_build] for name, of_build in hooks.items()}
         self._names_here = [line.name for line in recipe.held_by(groups.rank)]
-        self._standing = Standing(model, [line.name for line in recipe.parameters])
+        self._current = CurrentParameters(model, [line.name for line in recipe.parameters])
         self._update_needs_action()
 
     def _update_needs_action(self) -> None:
@@ -66,7 +66,7 @@ class StepGradients:
         """Whether a person has registered hooks on this rank's parameters. Torch would call them with gradients of some rows
         only, or not at all if FSDP2 replaces the parameter."""
         with without_modes():
-            return any_hooked(self._standing.each(self._names_here))
+            return any_hooked(self._current.each(self._names_here))
 
     def hooked(self) -> tuple[str, ...]:
         """The names of all parameters with new hooks, also of parameters on other ranks.
@@ -74,13 +74,13 @@ class StepGradients:
         Raises:
             PlanError: a hook was registered by ``register_post_accumulate_grad_hook``.
         """
-        named = [(line.name, self._standing[line.name]) for line in self._recipe.parameters]
+        named = [(line.name, self._current[line.name]) for line in self._recipe.parameters]
         if waiting := [name for name, p in named if awaits_gradient(p)]:
             raise PlanError.of(
                 "this step",
                 where=few(waiting),
                 given="a hook of register_post_accumulate_grad_hook",
-                required="none: it would be given a part of the parameter, with a part of its gradient",
+                required="none: it would get a part of the parameter, with a part of its gradient",
                 fix="register_hook, which gets the whole gradient; or act after job.step",
             )
         return tuple(name for name, p in named if hooked(p))
@@ -88,52 +88,53 @@ class StepGradients:
     def take_hooks(self, names: Collection[str]) -> None:
         """Moves the hooks of these parameters here; they are called at the end of each step. ``names``: equal on all ranks."""
         for name in names:
-            self._hooks.setdefault(name, []).append(take_backward_hooks(self._standing[name]))
+            self._hooks.setdefault(name, []).append(take_backward_hooks(self._current[name]))
         self._update_needs_action()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
-        """Wraps a step. Collective at its end, unless the step raises: then this rank's gradients are added to the earlier ones
-        as they are.
+        """A context for a step. Collective at its end, unless the step raises: then this rank's gradients are added to the
+        earlier ones as they are.
 
         Args:
             copies: how many data ranks run the same rows.
             microbatches: how many backwards this rank runs.
         """
         names = self._names_here if copies > 1 else self._needs_action
-        earlier = {name: grad for name in names if (grad := self._standing[name].grad) is not None}
+        earlier = {name: grad for name in names if (grad := self._current[name].grad) is not None}
         for name in earlier:
-            self._standing[name].grad = None
+            self._current[name].grad = None
         try:
             self._sums.begin(microbatches)
             yield
             self._sums.sum()
             for name in names if copies > 1 else ():
-                _divide(self._standing[name], copies)
+                _divide(self._current[name], copies)
             self._call_hooks()
         finally:
             self._sums.leave()
             for name, grad in earlier.items():
-                _add_to(grad, self._standing[name])
+                _add_to(grad, self._current[name])
 
     @torch.no_grad()
     def _call_hooks(self) -> None:
+        """Calls the hooks of each parameter with its full gradient. Collective."""
         for name, registered in self._hooks.items():
-            line, p = self._recipe.by_name[name], self._standing[name]
+            line, p = self._recipe.by_name[name], self._current[name]
             is_here = self._recipe.holds(line, self._groups.rank)
             local = local_tensor(p.grad) if is_here and p.grad is not None else None
-            whole = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
-            if whole is None:
+            full = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
+            if full is None:
                 continue  # no rank has a gradient, so one device would have none
             for hook in [hook for hooks in registered for hook in hooks.values()]:
-                changed = hook(whole)
-                whole = whole if changed is None else changed
+                changed = hook(full)
+                full = full if changed is None else changed
             if is_here:
-                mine = take_slices(whole, self._recipe.held(line, self._groups.rank))
+                slices = take_slices(full, self._recipe.held(line, self._groups.rank))
                 p.grad = zero_gradient(p) if p.grad is None else p.grad
-                local_tensor(p.grad).copy_(mine)
+                local_tensor(p.grad).copy_(slices)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""``Routed``: for parameters that get a gradient on some data ranks only, because a value decides which of them are used.
+"""``UnusedParameters``: lets FSDP2 reduce parameters that only some data ranks use in a step, as values decide.
 
 FSDP2 reduces, unit by unit, the gradients that exist. If ranks have gradients of different parameters, they would reduce
 different tensors together, or wait for each other. So each rank fills in zeros for parameters that it did not use, just before
@@ -44,13 +44,14 @@ class _End(torch.autograd.Function):
         return None, None
 
 
-class Routed:
+class UnusedParameters:
     """Makes every rank reduce the same gradients in the same order. Created once, after ``fully_shard``."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, sync: GradientSync) -> None:
         self._groups, self._sync = groups, sync
-        self._filled: set[int] = set()
-        # Had a gradient in at least one reduction: a unit that is called twice is reduced twice.
+        # ids of FSDP2's parameters, of this step:
+        self._filled: set[int] = set()  # got zeros in some reduction
+        # had a gradient in at least one reduction: a unit that is called twice is reduced twice
         self._used: set[int] = set()
         self._earlier: set[int] = set()  # had a gradient before the step
         self._count = len(recipe.parameters)
@@ -69,6 +70,7 @@ class Routed:
                     module.register_forward_pre_hook(self._begin_unit, prepend=True)
 
     def _fill(self, fsdp_param: Any) -> None:
+        """Called before a parameter is reduced: gives it zeros if it has no gradient."""
         if (p := without_gradient(fsdp_param)) is None:
             self._used.add(id(fsdp_param))
             return
@@ -89,7 +91,7 @@ class Routed:
         """Called before a step: records which gradients exist already; they stay, whatever the step uses."""
         self._earlier = {id(p) for _, p in self._parameters if p.sharded_param.grad is not None}
 
-    def settle(self) -> None:
+    def drop_unused(self) -> None:
         """Called after a step's last backward: sets gradients that no rank had, now or before, back to ``None``. Collective."""
         used = [False] * self._count
         for number, fsdp_param in self._parameters:
