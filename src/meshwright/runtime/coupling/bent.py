@@ -146,6 +146,8 @@ class Bent(FunctionMode):
         if not any(map(self._follows, tensors)):
             return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
         written = writes(func, args, kwargs)
+        if written and not args and "input" in kwargs:  # torch.relu_(input=h): below, the target is the first argument
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
         args, kwargs = self._without_stops(func, args, kwargs, written=written)
         first = args[0] if args else kwargs.get("input")
         with self._overwritten(first) if written else nullcontext():
