@@ -126,6 +126,8 @@ USES = {
     "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/shadow.py": "_to_copy",
     "planning/assumed.py": "_ctc_loss _local_scalar_dense _unique2 _unsafe_index",
+    "prediction/accumulation.py": "_C _cdata _engine_run_backward _getframe _storage_Use_Count _use_count",
+    "prediction/allocations.py": "_C _select_conv_backend",
     "prediction/world.py": "_internal",
     "prediction/values.py": "_getframe",  # of sys
     "prediction/tracker.py": "_cdata _op_dispatcher _propagate_tensor_meta_non_cached _schema",

@@ -2,8 +2,8 @@
 
 | who | what | where |
 | --- | --- | --- |
-| a convolution of oneDNN | max(input + weight, output), in blocks of 16 channels | `convolution_workspace` |
-| its backward | gradient of the output + input, or gradient of the input | `convolution_workspace` |
+| oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 channels | `convolution_workspace` |
+| its backward | gradient of the output + the larger of input and gradient of the input | `convolution_workspace` |
 | gloo, all-gather and reduce-scatter | a copy of the whole tensor | `CPU` |
 | gloo, sends | what is sent lives until the end of the schedule: a send is not told to have ended before | `CPU` |
 
@@ -12,10 +12,11 @@ Seen in torch 2.13 by counting what its allocator reports (tests/prediction/test
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 BLOCK = 16  # channels of a block, on a CPU with AVX-512
@@ -42,18 +43,30 @@ GPU = Allocations()
 
 
 def convolution_workspace(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that a convolution of oneDNN takes besides what it is given and gives: operands in blocks of channels.
+    """Bytes that a convolution of oneDNN takes besides its arguments and results: operands in blocks of channels.
 
-    Forward: the input and the weight in blocks, until the output in blocks is there, which is then copied. Backward: the
-    gradient of the output, and with it first the gradient of the input, then the input, in blocks.
+    Forward: the input, the weight and the output in blocks, without what the output itself takes later; or the output in
+    blocks, which is then copied. Backward: the gradient of the output in blocks, and with it first the gradient of the input,
+    then the input. Convolutions by other backends are taken to need none.
     """
     if name == "convolution" and isinstance(out, Tensor):
-        x, weight = args[0], args[1]
-        return max(_blocked(x) + weight.numel() * weight.element_size(), _blocked(out))
+        x, weight, options = args[0], args[1], args[3:9]
+        if not _by_onednn(x, weight, options):
+            return 0
+        padding = _padded(out) - out.numel() * out.element_size()
+        return max(_blocked(x) + weight.numel() * weight.element_size() + padding, _blocked(out))
     if name == "convolution_backward":
-        gradient, x = args[0], args[1]
-        return _blocked(gradient) + max(_padded(x) - x.numel() * x.element_size(), _blocked(x))
+        gradient, x, weight, options = args[0], args[1], args[2], args[4:10]
+        if not _by_onednn(x, weight, options):
+            return 0
+        return _padded(gradient) + max(_padded(x) - x.numel() * x.element_size(), _blocked(x))
     return 0
+
+
+def _by_onednn(x: Tensor, weight: Tensor, options: Sequence[Any]) -> bool:
+    """Whether torch takes oneDNN for a convolution; for one of single points (a kernel of 1) in float32 it takes a product of
+    matrices. Private: no function tells. ``options``: the arguments of ``aten::convolution`` from ``stride`` to ``groups``."""
+    return bool(torch._C._select_conv_backend(x, weight, None, *options).name == "Mkldnn")
 
 
 def _blocked(x: Tensor) -> int:

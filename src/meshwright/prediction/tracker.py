@@ -19,6 +19,7 @@ from meshwright.blame import model_line
 from meshwright.described import nbytes_of, tensors_among
 from meshwright.hardware.functions import OWN_RATE
 from meshwright.hardware.profile import Work
+from meshwright.prediction.accumulation import holders_of_a_lone_tensor, in_place_without_mode
 from meshwright.prediction.allocations import convolution_workspace
 from meshwright.prediction.movement import moved_by
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
@@ -54,6 +55,7 @@ class Tracker(TorchDispatchMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Tracker:
+        holders_of_a_lone_tensor()
         self._hooks = [
             nn.modules.module.register_module_forward_pre_hook(self._enter_module),
             nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True),
@@ -121,7 +123,7 @@ class Tracker(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Records a function that computes or allocates, and the storages of its outputs."""
         inputs, outputs = tensors_among((*args, *kwargs.values())), tensors_among(_listed(out))
-        if not self._forward and _name(func) in _OUT_OF_PLACE:
+        if not self._forward and (_name(func) in _OUT_OF_PLACE or in_place_without_mode(func, args)):
             self._share(outputs[0], inputs[0])
         # A mutable function writes into storages that exist already.
         for t in () if func._schema.is_mutable else outputs:
