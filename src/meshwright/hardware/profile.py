@@ -57,8 +57,7 @@ class Curve:
             raise ValueError(f"an efficiency is above 0 and at most 1; given {wrong[0]}")
 
     def at(self, size: float) -> float:
-        """The efficiency e at a size. Between two points, log e is linear in log(size). Outside, e is that of the nearest
-        point.
+        """The efficiency e at a size: log e is linear in log(size) between points, and constant beyond the first and last.
 
         So size / e, to which the time of a call is proportional, is a power of the size between two points. If it grows from
         one point to the next, it grows between them. (For small sizes, the time is nearly constant and e is nearly
@@ -72,9 +71,8 @@ class Curve:
             return smaller_efficiency
         for larger, efficiency in rest:
             if size <= larger:
-                return smaller_efficiency * (efficiency / smaller_efficiency) ** (
-                    log(size / smaller) / log(larger / smaller)
-                )
+                position = log(size / smaller) / log(larger / smaller)  # from 0 at the smaller point to 1 at the larger
+                return smaller_efficiency * (efficiency / smaller_efficiency) ** position
             smaller, smaller_efficiency = larger, efficiency
         return smaller_efficiency
 
@@ -129,7 +127,7 @@ class Link:
     """The connection between the devices of a node, or between nodes.
 
     Attributes:
-        latency: seconds of one step of a collective, from one device to the next, for few bytes.
+        latency: seconds that each step of a collective takes, from one device to the next, in addition to its bytes.
         bandwidth: bytes per second that one device sends, in one direction, over all its ports.
         efficiency: the fraction of the bandwidth that a device attains, by the bytes that it sends in one collective.
         scatter: relative standard deviation of the seconds that the link takes.

@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.recipe import ParameterRecipe, Recipe
 
-KEPT = 4  # blocks of a kind and stage in a base: those that FSDP2 has on their way at once, and the last
+BASE_BLOCKS = 4  # blocks of a kind and stage in a base: those that FSDP2 has on their way at once, and the last
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -67,27 +67,27 @@ class Folding:
     base: Pruned
     more: tuple[tuple[Pruned, tuple[int, ...]], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
-    kept: int = KEPT
+    base_blocks: int = BASE_BLOCKS
 
 
-def folding_of(model: nn.Module, recipe: Recipe, kept: int = KEPT) -> Folding:
+def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS) -> Folding:
     """How the blocks of a model fold under its recipe. Without repeated blocks the base is the whole model.
 
     ``kept``: blocks of a kind and stage in the base, 2 at least.
     """
     if recipe.branches or recipe.streams:
-        return Folding(Pruned({}), kept=kept)
-    kinds = [by_stage for by_stage in _kinds(model, recipe, kept) if _removable(by_stage, kept)]
-    fewest = [_passed(by_stage, _removable(by_stage, kept), kept) for by_stage in kinds]
+        return Folding(Pruned({}), base_blocks=base_blocks)
+    kinds = [by_stage for by_stage in _kinds(model, recipe, base_blocks) if _removable(by_stage, base_blocks)]
+    fewest = [_passed(by_stage, _removable(by_stage, base_blocks), base_blocks) for by_stage in kinds]
     more = []
     for chosen, by_stage in enumerate(kinds):
-        counts = _removable(by_stage, kept)
-        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, kept)
+        counts = _removable(by_stage, base_blocks)
+        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, base_blocks)
         parts = [one_more if number == chosen else passed for number, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
         more.append((Pruned(_merged(parts)), weights))
     blocks = tuple(tuple(block for those in by_stage.values() for block in those) for by_stage in kinds)
-    return Folding(Pruned(_merged(fewest)), tuple(more), blocks, kept)
+    return Folding(Pruned(_merged(fewest)), tuple(more), blocks, base_blocks)
 
 
 class _ByStage(dict[int, list[str]]):
@@ -98,23 +98,23 @@ class _ByStage(dict[int, list[str]]):
         self.stage_rank = stage_rank
 
 
-def _removable(by_stage: _ByStage, kept: int) -> dict[int, int]:
+def _removable(by_stage: _ByStage, base_blocks: int) -> dict[int, int]:
     """Rank of the pipeline axis → the number of blocks that can be removed from each of its stages."""
     counts: dict[int, int] = {}
     for stage in range(len(by_stage.stage_rank)):
         rank, blocks = by_stage.stage_rank[stage], by_stage.get(stage, [])
-        spare = len(blocks) - kept
+        spare = len(blocks) - base_blocks
         if blocks:
             counts[rank] = min(counts.get(rank, spare), spare)
     return {rank: count for rank, count in counts.items() if count > 1}  # one would be rehearsed by "one more" anyway
 
 
-def _passed(by_stage: _ByStage, counts: Mapping[int, int], kept: int) -> dict[str, str]:
+def _passed(by_stage: _ByStage, counts: Mapping[int, int], base_blocks: int) -> dict[str, str]:
     """The blocks that are passed through, if ``counts[rank]`` blocks are removed from each stage of a rank."""
     passed: dict[str, str] = {}
     for stage, blocks in by_stage.items():
         count = counts.get(by_stage.stage_rank[stage], 0)
-        passed |= dict.fromkeys(blocks[kept - 1 : kept - 1 + count], blocks[kept > 2])
+        passed |= dict.fromkeys(blocks[base_blocks - 1 : base_blocks - 1 + count], blocks[base_blocks > 2])
     return passed
 
 
@@ -125,13 +125,13 @@ def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 # --- kinds of blocks --------------------------------------------------------------------------------------------------
 
 
-def _kinds(model: nn.Module, recipe: Recipe, kept: int) -> list[_ByStage]:
+def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]:
     """Blocks that are alike, by stage. Blocks within blocks are parts of those."""
     kinds: list[_ByStage] = []
     within: set[str] = set()
     for name, module in model.named_modules():  # the outer ones come first
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
-        if len(children) <= kept or any(name == w or name.startswith(w + ".") for w in within):
+        if len(children) <= base_blocks or any(name == w or name.startswith(w + ".") for w in within):
             continue
         by_structure: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         distinguishing = _distinguishing([child for _, child in children])
@@ -140,7 +140,7 @@ def _kinds(model: nn.Module, recipe: Recipe, kept: int) -> list[_ByStage]:
             if (stage_and_structure := _stage_and_structure(block, child, recipe)) is not None:
                 stage, structure = stage_and_structure
                 by_structure[structure, plain][stage].append(block)
-        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > kept]
+        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > base_blocks]
         kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
         within |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
     return kinds

@@ -65,7 +65,7 @@ class Phase:
         exchanges: its collectives, the numbers of blocks left out of the names of modules.
     """
 
-    what: Action | str
+    label: Action | str
     spent: Spent
     sends: int = 0
     exchanges: tuple[Exchanges, ...] = ()
@@ -83,22 +83,22 @@ class Clock:
         return [self._phase(label, events) for label, events in last_step(trace)]
 
     def _phase(self, label: Action | str, events: Sequence[Event]) -> Phase:
-        played = _Playing(self._profile)
+        clock = _ActionClock(self._profile)
         backward = isinstance(label, Action) and label.kind in ("B", "I", "W")
         host = self._host_seconds_per_function(label, backward=backward)
-        played.host += Estimate(self._job_seconds(label), self._profile.scatter)
+        clock.host += Estimate(self._job_seconds(label), self._profile.scatter)
         sends = 0
         for event in events:
             if isinstance(event, Op):
                 if event.flops or event.moved:  # else no kernel runs
-                    played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
-                played.host += Estimate(host, self._profile.scatter)
+                    clock.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
+                clock.host += Estimate(host, self._profile.scatter)
             elif isinstance(event, Collective) and event.kind in ("send", "recv"):
                 sends += event.nbytes if event.kind == "send" else 0
-                played.host += Estimate(self._profile.host_collective, self._profile.scatter)
+                clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
             elif isinstance(event, Collective):
-                self._collective(event, played, backward=backward)
-        return Phase(label, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+                self._collective(event, clock, backward=backward)
+        return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
 
     def _host_seconds_per_function(self, label: Action | str, *, backward: bool) -> float:
         """Seconds that the host takes for one function."""
@@ -113,19 +113,19 @@ class Clock:
             return self._profile.job_action if label.kind in ("F", "B", "I", "W") else 0.0
         return self._profile.job_step if label.startswith("step") else 0.0
 
-    def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
+    def _collective(self, event: Collective, clock: _ActionClock, *, backward: bool) -> None:
         axis, group = self._where(event.ranks)
         if group.ranks == 1:
             return
         over_data = axis in (*DATA, "·".join(DATA))
         host = (over_data and self._profile.host_unit) or self._profile.host_collective
-        played.host += Estimate(host, self._profile.scatter)
+        clock.host += Estimate(host, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
-        beside = {"all_gather": played.gather, "reduce_scatter": played.reduce}
+        beside = {"all_gather": clock.gather, "reduce_scatter": clock.reduce}
         if backward:
-            beside["all_reduce"] = played.sum
+            beside["all_reduce"] = clock.sum
         overlaps = _has_queue(self._profile) and over_data
-        (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
+        (beside.get(event.kind, clock.exchange) if overlaps else clock.exchange)(axis, seconds)
 
     def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
         """The mesh axes along which the ranks of a group differ, and how many of its ranks a node holds at most."""
@@ -137,7 +137,7 @@ class Clock:
         return self._axes[ranks]
 
 
-class _Playing:
+class _ActionClock:
     """The clocks of one action: of what computes, and of gathers and reductions that run beside it."""
 
     def __init__(self, profile: Profile) -> None:
@@ -210,9 +210,9 @@ def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
     phases: list[tuple[Action | str, list[Event]]] = []
     for event in trace.events:
         if isinstance(event, Began):
-            if isinstance(event.what, str) and event.what.startswith("step"):
+            if isinstance(event.label, str) and event.label.startswith("step"):
                 phases = []
-            phases.append((event.what, []))
+            phases.append((event.label, []))
         elif phases:
             phases[-1][1].append(event)
     return phases

@@ -32,11 +32,11 @@ class Templates(Generic[T]):
     def __init__(self, rehearsed: Iterable[tuple[Action, T]]) -> None:
         those = list(rehearsed)
         keys = _keys([action for action, _ in those])
-        self._taken: dict[_Key, list[T]] = defaultdict(list)
+        self._costs: dict[_Key, list[T]] = defaultdict(list)
         for key, (_, taken) in zip(keys, those, strict=True):
-            self._taken[key].append(taken)
+            self._costs[key].append(taken)
 
-    def of(self, actions: Sequence[Action]) -> list[T | None]:
+    def for_actions(self, actions: Sequence[Action]) -> list[T | None]:
         """What each of these actions takes: of this rank, or of one whose stages do the same. In the order of the actions.
 
         None for an action that did nothing in the rehearsal, and left no trace.
@@ -45,7 +45,7 @@ class Templates(Generic[T]):
         counts, done = Counter(keys), Counter[_Key]()
         outcomes: list[T | None] = []
         for key in keys:
-            taken = self._taken.get(key)
+            taken = self._costs.get(key)
             number, done[key] = done[key], done[key] + 1
             last = number == counts[key] - 1
             outcomes.append(None if taken is None else taken[-1 if last else min(number, 1, len(taken) - 1)])

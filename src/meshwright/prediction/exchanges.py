@@ -41,7 +41,7 @@ def exchanges_in(events: Iterable[Event], axis_of: Callable[[tuple[int, ...]], s
         axis_of: the axes along which the ranks of a group differ.
     """
     return summed(
-        Exchanges(event.kind, axis_of(event.ranks), 1, event.nbytes, of_all(event.module))
+        Exchanges(event.kind, axis_of(event.ranks), 1, event.nbytes, module_pattern(event.module))
         for event in events
         if isinstance(event, Collective) and len(event.ranks) > 1
     )
@@ -51,27 +51,27 @@ def summed(exchanges: Iterable[Exchanges], weight: float = 1.0) -> tuple[Exchang
     """Those of one kind, axis and module added up, ``weight`` times; in the order of axis and kind."""
     calls: dict[tuple[str, str, str], float] = defaultdict(float)
     nbytes: dict[tuple[str, str, str], float] = defaultdict(float)
-    for one in exchanges:
-        calls[one.key] += weight * one.calls
-        nbytes[one.key] += weight * one.nbytes
+    for exchange in exchanges:
+        calls[exchange.key] += weight * exchange.calls
+        nbytes[exchange.key] += weight * exchange.nbytes
     return tuple(Exchanges(key[1], key[0], calls[key], nbytes[key], key[2]) for key in sorted(calls))
 
 
-def of_all_blocks(
+def extrapolated(
     base: Sequence[Exchanges], others: Sequence[Sequence[Exchanges]], weights: Sequence[int]
 ) -> tuple[Exchanges, ...]:
     """base + Σ weight · (other − base), each kind, axis and module for itself (see ``extrapolation``)."""
     parts = [*summed(base, 1 - sum(weights))]
     for other, weight in zip(others, weights, strict=True):
         parts += summed(other, weight)
-    return tuple(one for one in summed(parts) if one.calls > 0)
+    return tuple(exchange for exchange in summed(parts) if exchange.calls > 0)
 
 
 def without_modules(exchanges: Iterable[Exchanges]) -> tuple[Exchanges, ...]:
     """By kind and axis alone."""
-    return summed(replace(one, module="") for one in exchanges)
+    return summed(replace(exchange, module="") for exchange in exchanges)
 
 
-def of_all(module: str) -> str:
+def module_pattern(module: str) -> str:
     """A place in a block, as that of all blocks: ``layers.*.mlp``."""
     return ".".join("*" if part == "#" else part for part in pattern(module)) if module else ""

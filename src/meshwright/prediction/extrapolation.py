@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from meshwright.hardware.profile import NOTHING, Estimate
 from meshwright.prediction.clock import Phase, Spent
-from meshwright.prediction.exchanges import of_all, of_all_blocks
+from meshwright.prediction.exchanges import extrapolated, module_pattern
 from meshwright.prediction.memory import KERNELS, Levels, Moment, PhaseMoments, Site
 from meshwright.prediction.passing import NotAlike
 from meshwright.schedule import Action
@@ -40,7 +40,7 @@ class Level:
 class PhaseLevels:
     """The memory of an action or phase of the whole model; ``PhaseMoments`` says what is in it."""
 
-    what: Action | str
+    label: Action | str
     start: int
     end: int
     highest: Level
@@ -56,7 +56,7 @@ def phase_levels(rehearsed: Sequence[Levels], weights: Sequence[int]) -> list[Ph
         NotAlike: they do not do the same.
     """
     phases = [levels.phases for levels in rehearsed]
-    if len({tuple(phase.what for phase in those) for those in phases}) != 1:
+    if len({tuple(phase.label for phase in those) for those in phases}) != 1:
         raise NotAlike("with one block more, another schedule is run")
     return [_phase(those[0], those[1:], weights) for those in zip(*phases, strict=True)]
 
@@ -64,29 +64,30 @@ def phase_levels(rehearsed: Sequence[Levels], weights: Sequence[int]) -> list[Ph
 def items_of(rehearsed: Sequence[Levels], level: Level) -> tuple[dict[str, int], dict[Site, int]]:
     """What lives at a moment of the whole model: bytes by kind, and by site, the numbers of blocks left out."""
     if len(level.parts) == 1:
-        ((which, _, moment),) = level.parts
-        items, sites = rehearsed[which].items(moment.at)
-        return items | ({KERNELS: moment.within} if moment.within else {}), sites
+        ((number, _, moment),) = level.parts
+        items, sites = rehearsed[number].items(moment.at)
+        return items | ({KERNELS: moment.transient} if moment.transient else {}), sites
     items, sites = defaultdict[str, int](int), defaultdict[Site, int](int)
-    for which, times, moment in level.parts:
-        kinds, places = rehearsed[which].items(moment.at)
-        for kind, nbytes in (*kinds.items(), (KERNELS, moment.within)):
+    for number, times, moment in level.parts:
+        kinds, rehearsed_sites = rehearsed[number].items(moment.at)
+        for kind, nbytes in (*kinds.items(), (KERNELS, moment.transient)):
             items[kind] += times * nbytes
-        for (module, line, function), nbytes in places.items():
-            sites[of_all(module), line, function] += times * nbytes
+        for (module, line, function), nbytes in rehearsed_sites.items():
+            sites[module_pattern(module), line, function] += times * nbytes
     return _positive(items), _positive(sites)
 
 
 def kinds_at(moments: Sequence[Level], rehearsed: Sequence[Levels]) -> dict[Level, dict[str, int]]:
     """Moment of the whole model → what lives at it: bytes by kind. Each rehearsal is gone through once."""
-    asked = [{moment.at for level in moments for i, _, moment in level.parts if i == which}
-             for which in range(len(rehearsed))]  # fmt: skip
-    kinds = [levels.kinds(after) for levels, after in zip(rehearsed, asked, strict=True)]
+    kinds = []
+    for number, levels in enumerate(rehearsed):
+        events = {moment.at for level in moments for i, _, moment in level.parts if i == number}
+        kinds.append(levels.kinds(events))
     kinds_of_level: dict[Level, dict[str, int]] = {}
     for level in dict.fromkeys(moments):
         items = defaultdict[str, int](int)
-        for which, times, moment in level.parts:
-            for kind, nbytes in (*kinds[which][moment.at].items(), (KERNELS, moment.within)):
+        for number, times, moment in level.parts:
+            for kind, nbytes in (*kinds[number][moment.at].items(), (KERNELS, moment.transient)):
                 items[kind] += times * nbytes
         kinds_of_level[level] = _positive(items)
     return kinds_of_level
@@ -99,7 +100,7 @@ def phases_of(rehearsed: Sequence[Sequence[Phase]], weights: Sequence[int]) -> l
         replace(
             phase,
             spent=_spent(phase.spent, [other[i].spent for other in others], weights),
-            exchanges=of_all_blocks(phase.exchanges, [other[i].exchanges for other in others], weights),
+            exchanges=extrapolated(phase.exchanges, [other[i].exchanges for other in others], weights),
         )
         for i, phase in enumerate(base)
     ]
@@ -116,7 +117,7 @@ def linear(base: float, others: Sequence[float], weights: Sequence[int]) -> floa
 def _phase(base: PhaseMoments, others: Sequence[PhaseMoments], weights: Sequence[int]) -> PhaseLevels:
     start = linear(base.start, [other.start for other in others], weights)
     end = linear(base.end, [other.end for other in others], weights)
-    return PhaseLevels(base.what, round(start), round(end), _highest(base, others, weights))
+    return PhaseLevels(base.label, round(start), round(end), _highest(base, others, weights))
 
 
 def _highest(base: PhaseMoments, others: Sequence[PhaseMoments], weights: Sequence[int]) -> Level:

@@ -47,7 +47,7 @@ class Measured:
     """
 
     peaks: tuple[int, ...]
-    kept: int
+    persistent: int
     seconds: tuple[float, ...]
 
     @property
@@ -95,10 +95,10 @@ class _Steps:
     def timed(self) -> float:
         """Seconds of a step, of the slowest rank."""
         dist.barrier()
-        started = time.perf_counter()
+        began = time.perf_counter()
         self.step()
         dist.barrier()
-        return time.perf_counter() - started
+        return time.perf_counter() - began
 
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
@@ -130,10 +130,10 @@ def _peaks(profiler: Any, begins: Sequence[int]) -> tuple[int, ...]:
     starts = sorted(event.start_ns() for event in events if event.name() == _STEP)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     peaks, live, step = list(begins[: len(starts)]), begins[0], 0
-    for when, nbytes in changes:
-        now = max(0, bisect_right(starts, when) - 1)
-        if now != step:
-            step, live = now, begins[now]
+    for nanoseconds, nbytes in changes:
+        current = max(0, bisect_right(starts, nanoseconds) - 1)
+        if current != step:
+            step, live = current, begins[current]
         live += nbytes
         peaks[step] = max(peaks[step], live)
     return tuple(peaks)

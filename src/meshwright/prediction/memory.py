@@ -32,7 +32,7 @@ Site = tuple[str, str, str]
 class PhaseMemory:
     """The most bytes that live in an action of the schedule, or a phase of the step: bytes, and what they are."""
 
-    what: str
+    label: str
     nbytes: int
     items: Mapping[str, int]
 
@@ -55,7 +55,7 @@ class Memory:
     items: Mapping[str, int] = field(default_factory=dict)
     when: str = ""
     sites: Mapping[Site, int] = field(default_factory=dict)
-    kept: int = 0
+    persistent: int = 0
     reserve: float = 0.0
     phases: tuple[PhaseMemory, ...] = ()
 
@@ -83,14 +83,14 @@ class Moment:
     name: str
     nbytes: int
     at: int
-    within: int = 0
+    transient: int = 0
 
 
 @dataclass(frozen=True)
 class PhaseMoments:
     """The memory of an action or phase: bytes that live when it begins and when it has ended, and its moments."""
 
-    what: Action | str
+    label: Action | str
     start: int
     end: int
     moments: tuple[Moment, ...]
@@ -114,44 +114,44 @@ class Levels:
 
     def kinds(self, after: Iterable[int]) -> dict[int, dict[str, int]]:
         """Event → what lives after it: bytes by kind. ``after``: the events that are asked about."""
-        kinds, live, asked = kinds_of(self.trace), dict[int, int](), frozenset(after)
+        kinds, live, wanted = kinds_of(self.trace), dict[int, int](), frozenset(after)
         items: dict[str, int] = defaultdict(int)
         kinds_after: dict[int, dict[str, int]] = {-1: {}}
         for index, event in enumerate(self.events):
             if isinstance(event, (Allocated, Resized, Freed)):
                 items[kinds[event.storage]] += _change(event, live)
-            if index in asked:
+            if index in wanted:
                 kinds_after[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
         return kinds_after
 
     @property
-    def kept(self) -> int:
+    def persistent(self) -> int:
         """Bytes that live between steps."""
-        return _bytes_between_steps(self.trace)
+        return _persistent_bytes(self.trace)
 
 
 def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
     """The memory of a trace. ``allocations``: what kernels and backends allocate while they run."""
-    events = _sends_kept(trace) if allocations.keeps_sends else trace.events
+    events = _with_late_frees(trace) if allocations.keeps_sends else trace.events
     phases: list[PhaseMoments] = []
     moments: list[Moment] = []
     label: Action | str = ""
     live: dict[int, int] = {}
     total = start = 0
-    high = Moment("", 0, -1)  # of this stretch
+    highest = Moment("", 0, -1)  # of this stretch
     for index, event in enumerate(events):
         if isinstance(event, Began):
-            phases.append(PhaseMoments(label, start, total, (*moments, high)))
-            label, start, moments, high = event.what, total, [], Moment("", total, index)
+            phases.append(PhaseMoments(label, start, total, (*moments, highest)))
+            label, start, moments, highest = event.label, total, [], Moment("", total, index)
             continue
         total += _change(event, live)
-        within = _within(event, allocations)
-        if total + within > high.nbytes:
-            high = Moment("", total + within, index, within)
+        transient = _transient_bytes(event, allocations)
+        if total + transient > highest.nbytes:
+            highest = Moment("", total + transient, index, transient)
         if isinstance(event, (Op, Collective)):
-            moments.append(replace(high, name=event.name if isinstance(event, Op) else event.kind))
-            high = Moment("", total, index)
-    phases.append(PhaseMoments(label, start, total, (*moments, high)))
+            moments.append(replace(highest, name=event.name if isinstance(event, Op) else event.kind))
+            highest = Moment("", total, index)
+    phases.append(PhaseMoments(label, start, total, (*moments, highest)))
     return Levels(trace, events, phases)
 
 
@@ -167,12 +167,12 @@ def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0
         ((phase, moment) for phase in levels.phases for moment in phase.moments), key=lambda pair: pair[1].nbytes
     )
     items, sites = levels.items(moment.at)
-    if moment.within:
-        items[KERNELS] = moment.within
-    return Memory(moment.nbytes, items, str(phase.what), sites, levels.kept, reserve)
+    if moment.transient:
+        items[KERNELS] = moment.transient
+    return Memory(moment.nbytes, items, str(phase.label), sites, levels.persistent, reserve)
 
 
-def _within(event: Event, allocations: Allocations) -> int:
+def _transient_bytes(event: Event, allocations: Allocations) -> int:
     """Bytes that live only during an event: they are allocated and freed within it."""
     if isinstance(event, Collective):
         return round(allocations.collectives.get(event.kind, 0.0) * event.nbytes)
@@ -188,12 +188,12 @@ def _change(event: Event, live: dict[int, int]) -> int:
     return -live.pop(event.storage, 0) if isinstance(event, Freed) else 0
 
 
-def _sends_kept(trace: Trace) -> list[Event]:
+def _with_late_frees(trace: Trace) -> list[Event]:
     """The events of a trace, if each sent storage lives until the end of the schedule: its ``Freed`` moves there."""
     events: list[Event] = []
     late_frees: list[Event] = []
     for event in trace.events:
-        if isinstance(event, Began) and isinstance(event.what, str):
+        if isinstance(event, Began) and isinstance(event.label, str):
             events += late_frees
             late_frees = []
         late = isinstance(event, Freed) and event.storage in trace.sent
@@ -216,11 +216,11 @@ def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site
     return {kind: nbytes for kind, nbytes in items.items() if nbytes}, dict(sites)
 
 
-def _bytes_between_steps(trace: Trace) -> int:
+def _persistent_bytes(trace: Trace) -> int:
     live: dict[int, int] = {}
     for event in trace.events:
         _change(event, live)
-    return sum(nbytes for storage, nbytes in live.items() if storage in trace.kept)
+    return sum(nbytes for storage, nbytes in live.items() if storage in trace.persistent)
 
 
 def kinds_of(trace: Trace) -> dict[int, str]:
@@ -231,7 +231,7 @@ def kinds_of(trace: Trace) -> dict[int, str]:
     ordinal, kind = 0, ""
     for event in trace.events:
         if isinstance(event, Began):
-            ordinal, kind = ordinal + 1, event.what.kind if isinstance(event.what, Action) else ""
+            ordinal, kind = ordinal + 1, event.label.kind if isinstance(event.label, Action) else ""
         elif isinstance(event, Allocated):
             allocated[event.storage] = ordinal, kind
             kinds[event.storage] = TEMPORARIES
@@ -244,4 +244,4 @@ def kinds_of(trace: Trace) -> dict[int, str]:
         ):
             begun = allocated[event.storage][1]
             kinds[event.storage] = ACTIVATIONS if begun == "F" else UNREDUCED if begun else TEMPORARIES
-    return kinds | trace.kept
+    return kinds | trace.persistent

@@ -77,22 +77,22 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
     placed: list[Placed] = []
     sent: list[Sent] = []
     while any(remaining.values()):
-        moved = False
+        progressed = False
         for rank, phases in remaining.items():
             while phases:
-                ready = _ready(phases[0].what, arrivals, needs)
+                ready = _ready(phases[0].label, arrivals, needs)
                 if ready is None:
                     break
-                moved, phase = True, phases.pop(0)
+                progressed, phase = True, phases.pop(0)
                 start = max(clocks[rank], ready)
                 waits[rank] += start - clocks[rank]
                 clocks[rank] = start + phase.spent.total.seconds
                 placed.append(Placed(rank, start, phase))
-                if isinstance(phase.what, Action):
-                    spans.append(Span(rank, start, clocks[rank], phase.what))
+                if isinstance(phase.label, Action):
+                    spans.append(Span(rank, start, clocks[rank], phase.label))
                     sent += _send(phase, rank, start, transfer, arrivals)
-        if not moved:
-            raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in remaining.values() if p]}")
+        if not progressed:
+            raise ValueError(f"ranks wait for each other: {[str(p[0].label) for p in remaining.values() if p]}")
     return Played(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
 
 
@@ -111,16 +111,16 @@ def _ready(
         needs.setdefault((label.stage, kind, label.microbatch), []).append(key)
         return 0.0  # a buffer is posted; nothing waits for it yet
     kind = "B" if label.kind in ("B", "I") else label.kind
-    taken = needs.get((label.stage, kind, label.microbatch), [])
-    if any(key not in arrivals for key in taken):
+    inputs = needs.get((label.stage, kind, label.microbatch), [])
+    if any(key not in arrivals for key in inputs):
         return None
-    return max((arrivals[key] for key in taken), default=0.0)
+    return max((arrivals[key] for key in inputs), default=0.0)
 
 
 def _send(
     phase: Phase, rank: int, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]
 ) -> Iterator[Sent]:
-    action = phase.what
+    action = phase.label
     assert isinstance(action, Action)
     if action.kind.startswith("SEND") and action.other is not None:
         stop = start + transfer(action.stage, action.other, phase.sends).seconds

@@ -24,7 +24,7 @@ from meshwright.prediction.play import Played, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
-from meshwright.prediction.whole import taken_by
+from meshwright.prediction.whole import role_costs
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
@@ -67,17 +67,17 @@ def predict(
     rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
     recipe = rehearsal.recipe
     roles = roles_of(recipe)
-    taken = taken_by(roles, rehearsal, profile, fold=fold)
-    phases = {rank: one.phases for rank, one in taken.items()}
-    memories = {rank: one.memory for rank, one in taken.items()}
-    assumed = dict.fromkeys(read for one in taken.values() for read in one.assumed)
+    costs = role_costs(roles, rehearsal, profile, fold=fold)
+    phases = {rank: cost.phases for rank, cost in costs.items()}
+    memories = {rank: cost.memory for rank, cost in costs.items()}
+    assumed = dict.fromkeys(read for cost in costs.values() for read in cost.assumed)
     played, seconds = _step(recipe, profile, roles, phases)
-    exchanges = {rank: _exchanges(one) for rank, one in phases.items()}
+    exchanges = {rank: _exchanges(phases_of_rank) for rank, phases_of_rank in phases.items()}
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
         recipe=recipe, played=played, exchanges=exchanges,
-        ran_whole=tuple(dict.fromkeys(function for one in taken.values() for function in one.ran_whole)),
+        ran_whole=tuple(dict.fromkeys(function for cost in costs.values() for function in cost.ran_whole)),
         per_node=profile.devices_per_node,
     )  # fmt: skip
 
@@ -107,13 +107,15 @@ def measure(
     plan.check_mesh()
     with ExitStack() as stack:
         pool = workers or stack.enter_context(local_workers(plan.mesh.size))
-        measured = pool.run(
+        results = pool.run(
             measured_rank, build, plain(batch), plan, loss or output_loss, optimizer or torch.optim.AdamW, max_norm, steps,
             ranks=plan.mesh.size, timeout=timeout,
         )  # fmt: skip
-    memories = {rank: Memory(one.peak, {"kept": one.kept, "others": one.peak - one.kept}, kept=one.kept)
-                for rank, one in enumerate(measured)}  # fmt: skip
-    times = [max(one.seconds[step] for one in measured) for step in range(steps)]
+    memories = {}
+    for rank, result in enumerate(results):
+        items = {"kept": result.persistent, "others": result.peak - result.persistent}
+        memories[rank] = Memory(result.peak, items, persistent=result.persistent)
+    times = [max(result.seconds[step] for result in results) for step in range(steps)]
     median = statistics.median(times)
     scatter = statistics.pstdev(times) / median
     roles = tuple(Role(rank, (rank,), 0, f"rank {rank}") for rank in memories)
@@ -128,7 +130,7 @@ def _notes(assumed: Iterable[tuple[str, str]]) -> list[str]:
 
 def _exchanges(phases: Iterable[Phase]) -> tuple[Exchanges, ...]:
     """The collectives of a step. One that no module asks for is named after its direction, or its phase of the step."""
-    named = ((phase.what, exchanges) for phase in phases for exchanges in phase.exchanges)
+    named = ((phase.label, exchanges) for phase in phases for exchanges in phase.exchanges)
     return summed(replace(exchanges, module=exchanges.module or _during(label)) for label, exchanges in named)
 
 
@@ -168,8 +170,8 @@ def _step(
 def _terms(phases: list[Phase], wait: float) -> dict[str, float]:
     terms: dict[str, float] = {"compute": 0.0, "host": 0.0}
     for phase in phases:
-        if phase.what in ("clip", "optimizer"):
-            terms[str(phase.what)] = phase.spent.total.seconds
+        if phase.label in ("clip", "optimizer"):
+            terms[str(phase.label)] = phase.spent.total.seconds
             continue
         terms["compute"] += phase.spent.device.seconds
         terms["host"] += phase.spent.host.seconds

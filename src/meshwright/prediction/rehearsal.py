@@ -69,7 +69,7 @@ class Rehearsal:
     def recipe(self) -> Recipe:
         return self.planned.recipe
 
-    def of(self, blocks: Pruned) -> Rehearsal:
+    def passing_through(self, blocks: Pruned) -> Rehearsal:
         """This rehearsal, in which the blocks of ``blocks`` are passed through."""
         build = pruned(self.build, blocks)
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
@@ -159,7 +159,9 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
             job.runner.executor.record(piece)
     tracker = Tracker(job.module, lambda: job.runner.executor.action)
     with fake, values, followed(tracker):
-        tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps})
+        tracker.mark_persistent(
+            {"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps}
+        )
         optimizer = rehearsal.optimizer(job.parameters())
         for number, most in enumerate((1, None)):  # the first step allocates gradients and optimizer states
             tracker.begin(f"step {number}")
@@ -219,7 +221,7 @@ def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:
     """Clips, updates and zeroes the gradients, as a training loop does. Without an optimizer it only zeroes them."""
-    tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
+    tracker.mark_persistent({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if optimizer is None:
         job.module.zero_grad()
         return
@@ -228,7 +230,7 @@ def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | N
         job.clip_grad_norm_(rehearsal.max_norm)
     tracker.begin("optimizer")
     optimizer.step()
-    tracker.keep({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
+    tracker.mark_persistent({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
     tracker.begin("end")
     optimizer.zero_grad()
 

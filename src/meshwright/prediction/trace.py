@@ -21,7 +21,7 @@ from meshwright.schedule import NO_EDGES, Action, Edges
 class Began(NamedTuple):
     """``what``: an action of the schedule, or the name of a phase."""
 
-    what: Action | str
+    label: Action | str
 
 
 class Op(NamedTuple):
@@ -86,7 +86,7 @@ class Trace:
     """
 
     events: list[Event] = field(default_factory=list)
-    kept: dict[int, str] = field(default_factory=dict)
+    persistent: dict[int, str] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
     assumed: tuple[tuple[str, str], ...] = ()

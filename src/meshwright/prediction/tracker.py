@@ -80,11 +80,11 @@ class Tracker(TorchDispatchMode):
         trace, self.trace = self.trace, Trace()
         return trace
 
-    def keep(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
+    def mark_persistent(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
         """Labels tensors that live for the whole run (label → tensors). A new storage is recorded as allocated."""
         for label, labelled in tensors.items():
             for t in labelled:
-                self.trace.kept[self._number(_local(t), label)] = label
+                self.trace.persistent[self._number(_local(t), label)] = label
 
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
@@ -160,7 +160,7 @@ class Tracker(TorchDispatchMode):
         number = self._numbers[at] = next(self._count)
         module, line = (self._modules[-1], model_line(_REHEARSAL)) if self._forward else ("", "")
         self.trace.events.append(Allocated(number, storage.nbytes(), function, module, line))
-        self._hear_of_end(storage, number)
+        self._register_finalizer(storage, number)
         return number
 
     def _share(self, result: Tensor, source: Tensor) -> None:
@@ -168,9 +168,9 @@ class Tracker(TorchDispatchMode):
         storage = result.untyped_storage()
         number = self._number(source, "")
         self._numbers[storage._cdata], self._sharing[number] = number, self._sharing[number] + 1
-        self._hear_of_end(storage, number)
+        self._register_finalizer(storage, number)
 
-    def _hear_of_end(self, storage: Any, number: int) -> None:
+    def _register_finalizer(self, storage: Any, number: int) -> None:
         """A weak reference: what waits for the end of a storage lives as long as that, and the tracker knows the model."""
         weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, number).atexit = False
 
@@ -192,7 +192,7 @@ class Tracker(TorchDispatchMode):
 def followed(tracker: Tracker) -> Iterator[None]:
     """For its time a tracker is on, and hears of what goes past every dispatch mode, or comes to it and is none of a run's."""
 
-    def told(resize: Any) -> Any:
+    def recording_resizes(resize: Any) -> Any:
         def resized(storage: Any, nbytes: int) -> Any:
             result = resize(storage, nbytes)
             tracker.resized(storage, nbytes)
@@ -200,14 +200,18 @@ def followed(tracker: Tracker) -> Iterator[None]:
 
         return resized
 
-    def unseen(shapes_of: Any) -> Any:
+    def unrecorded(shapes_of: Any) -> Any:
         def paused(*args: Any) -> Any:
             with tracker.paused():
                 return shapes_of(*args)
 
         return paused
 
-    with RESIZE.on(told), changed_on(sharding_propagator(), "_propagate_tensor_meta_non_cached", unseen), tracker:
+    with (
+        RESIZE.on(recording_resizes),
+        changed_on(sharding_propagator(), "_propagate_tensor_meta_non_cached", unrecorded),
+        tracker,
+    ):
         yield
 
 

@@ -33,7 +33,7 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
         )
     findings.raise_if_any()
     # Torch puts the rank before each line of an error, once more with each group that it makes.
-    told_by = sys.excepthook
+    previous_hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
@@ -42,4 +42,4 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = told_by
+        sys.excepthook = previous_hook
