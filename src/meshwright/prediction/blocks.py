@@ -1,13 +1,13 @@
-"""``Folding``: which repeated blocks need not be rehearsed, as others do the same; and the rehearsals that stand for all.
+"""``Folding``: which repeated blocks a rehearsal leaves out, and which rehearsals then predict the full model.
 
-    whole model     embed  b0 b1 b2 b3 b4 … b78 b79  norm  head
+    full model      embed  b0 b1 b2 b3 b4 … b78 b79  norm  head
     base            embed  b0 b1 b2  ·  · …  ·  b79  norm  head      · is passed through: a block without parameters
     one more        embed  b0 b1 b2 b3  · …  ·  b79  norm  head
 
-What a step takes is linear in the number of such blocks, so ``whole = base + 76 · (one more − base)``: for every moment of the
-step that both have (``extrapolation.py``). Blocks are alike if nothing but their number tells them apart: class, shapes,
-layouts, and the numbers and words that their modules keep. Of blocks that are alike, each stage of a pipeline keeps the first
-three and the last, and what is taken away is in one piece.
+The memory and seconds of a step are linear in the number of repeated blocks, so ``full = base + 76 · (one more − base)``, at
+every moment that both rehearsals have (``extrapolation.py``). Blocks are alike if they differ in nothing but their number:
+they have equal classes, shapes, layouts, and plain attributes of their modules. Of blocks that are alike, the base has the
+first three and the last of each pipeline stage, so that the blocks left out are consecutive.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from torch import nn
 
 from meshwright.recipe import ParameterRecipe, Recipe
 
-BASE_BLOCKS = 4  # blocks of a kind and stage in a base: those that FSDP2 has on their way at once, and the last
+BASE_BLOCKS = 4
+"""Blocks of one kind in each stage of the base: three that FSDP2 may gather or reduce at the same time, and the last."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A model some of whose blocks are passed through.
+    """A model without some of its blocks: they pass their inputs through (``passing.py``).
 
     Attributes:
-        blocks: a block that is passed through → one that is kept, is alike, and runs before it.
+        blocks: name of a block that is passed through → name of its pattern: a block that is alike, runs before it, and is
+            not passed through.
     """
 
     blocks: Mapping[str, str]
@@ -58,10 +60,11 @@ class Folding:
     """The rehearsals that stand for a whole model.
 
     Attributes:
-        base: of all kinds, as few blocks as can be: ``kept`` in a stage.
-        kinds: the blocks of each kind that was folded, in order.
-        more: of each kind, one more block in each stage than the base; and for each rank of the pipeline axis
-            how often the difference between the two counts.
+        base: the model with the fewest blocks: ``base_blocks`` of each kind in each stage.
+        more: for each kind, (the base with one more block of this kind in each stage, weights). ``weights[r]`` is the number
+            of blocks that are left out of each stage on rank r of the pipeline axis: the factor of the difference to the base.
+        kinds: for each kind, the names of its blocks, in order.
+        base_blocks: number of blocks of each kind in each stage of the base.
     """
 
     base: Pruned
@@ -71,27 +74,28 @@ class Folding:
 
 
 def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS) -> Folding:
-    """How the blocks of a model fold under its recipe. Without repeated blocks the base is the whole model.
+    """The folding of a model under its recipe.
 
-    ``kept``: blocks of a kind and stage in the base, 2 at least.
+    If no block is repeated, or the plan has branches or streams, the base is the full model. ``base_blocks``: number of
+    blocks of each kind in each stage of the base, at least 2.
     """
     if recipe.branches or recipe.streams:
         return Folding(Pruned({}), base_blocks=base_blocks)
     kinds = [by_stage for by_stage in _kinds(model, recipe, base_blocks) if _removable(by_stage, base_blocks)]
     fewest = [_passed(by_stage, _removable(by_stage, base_blocks), base_blocks) for by_stage in kinds]
     more = []
-    for chosen, by_stage in enumerate(kinds):
+    for grown_kind, by_stage in enumerate(kinds):
         counts = _removable(by_stage, base_blocks)
         one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, base_blocks)
-        parts = [one_more if number == chosen else passed for number, passed in enumerate(fewest)]
+        passed_by_kind = [one_more if kind == grown_kind else passed for kind, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
-        more.append((Pruned(_merged(parts)), weights))
+        more.append((Pruned(_merged(passed_by_kind)), weights))
     blocks = tuple(tuple(block for those in by_stage.values() for block in those) for by_stage in kinds)
     return Folding(Pruned(_merged(fewest)), tuple(more), blocks, base_blocks)
 
 
 class _ByStage(dict[int, list[str]]):
-    """Stage → blocks of one kind in it, in order; and the rank of the pipeline axis that each stage is on."""
+    """Stage → names of its blocks of one kind, in order. ``stage_rank``: stage → its rank of the pipeline axis."""
 
     def __init__(self, blocks: Mapping[int, list[str]], stage_rank: tuple[int, ...]) -> None:
         super().__init__(blocks)
@@ -106,11 +110,11 @@ def _removable(by_stage: _ByStage, base_blocks: int) -> dict[int, int]:
         spare = len(blocks) - base_blocks
         if blocks:
             counts[rank] = min(counts.get(rank, spare), spare)
-    return {rank: count for rank, count in counts.items() if count > 1}  # one would be rehearsed by "one more" anyway
+    return {rank: count for rank, count in counts.items() if count > 1}  # "one more" rehearses a single block anyway
 
 
 def _passed(by_stage: _ByStage, counts: Mapping[int, int], base_blocks: int) -> dict[str, str]:
-    """The blocks that are passed through, if ``counts[rank]`` blocks are removed from each stage of a rank."""
+    """Block that is passed through → its pattern, if ``counts[rank]`` blocks are removed from each stage of a rank."""
     passed: dict[str, str] = {}
     for stage, blocks in by_stage.items():
         count = counts.get(by_stage.stage_rank[stage], 0)
@@ -119,6 +123,7 @@ def _passed(by_stage: _ByStage, counts: Mapping[int, int], base_blocks: int) -> 
 
 
 def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """All mappings as one."""
     return {block: pattern for part in parts for block, pattern in part.items()}
 
 
@@ -126,10 +131,10 @@ def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]:
-    """Blocks that are alike, by stage. Blocks within blocks are parts of those."""
+    """Each kind of blocks that are alike, by stage. A block within a block of a kind is no block of its own."""
     kinds: list[_ByStage] = []
     within: set[str] = set()
-    for name, module in model.named_modules():  # the outer ones come first
+    for name, module in model.named_modules():  # outer modules come first
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
         if len(children) <= base_blocks or any(name == w or name.startswith(w + ".") for w in within):
             continue
@@ -147,7 +152,10 @@ def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]
 
 
 def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:
-    """(its stage, its structure); None if the block cannot be left out: it has no parameters, or others use some of them."""
+    """(the block's stage, its structure). Blocks with equal structures have equal classes, shapes and layouts.
+
+    None if the block cannot be left out: it has no parameters, it is in several stages, or other modules use its parameters.
+    """
     lines: list[Hashable] = []
     stages: set[int] = set()
     parameters = list(block.named_parameters())
@@ -167,6 +175,7 @@ def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[i
 
 
 def _layout(line: ParameterRecipe, block: str) -> Hashable:
+    """The shape and layout of a parameter, with names relative to its block."""
     unit = line.unit.removeprefix(block) if _is_within(line.unit, block) else line.unit
     return line.shape, line.dtype, line.requires_grad, str(line.tp), line.data, unit, line.places
 
@@ -178,8 +187,8 @@ def _is_within(name: str, block: str) -> bool:
 def _distinguishing(blocks: list[nn.Module]) -> list[Hashable]:
     """For each block, the plain attributes of its modules, without those that only number the blocks.
 
-    An integer that goes up by one from block to block numbers the blocks. A float that differs in every block (the rate at
-    which a path is dropped) changes values, but not which functions run.
+    An integer that grows by one from block to block numbers the blocks. A float that differs in every block (a drop-path
+    rate) changes values, but not which functions run.
     """
     attributes = [_plain_attributes(block) for block in blocks]
     return [
@@ -198,7 +207,7 @@ def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _counts(values: list[Any]) -> bool:
-    """Whether an attribute tells blocks apart by their number alone."""
+    """Whether the values of an attribute, one for each block, only number the blocks."""
     if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         return all(v - values[0] == i for i, v in enumerate(values))
     if all(isinstance(v, str) for v in values):
