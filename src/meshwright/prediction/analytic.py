@@ -104,7 +104,8 @@ def first_stage_activations(
 def model_state(layers: int, hidden: int, *, tensor_ranks: int, stages: int, bytes_each: int = 18) -> Fraction:
     """Bytes of parameters, gradients and optimizer states on each rank, as in figure 1. A rank has 12Lh²/(tp) parameters.
 
-    The matrices of one layer have 12h² elements: 4h² in attention and 8h² in the MLP. Biases, norms and embeddings do not count.
+    The matrices of one layer have 12h² elements: 4h² in attention and 8h² in the MLP. Biases, norms and embeddings are not
+        counted.
 
     Args:
         bytes_each: bytes for each parameter. 18 are a half-precision parameter (2), a float32 gradient (4), and a float32

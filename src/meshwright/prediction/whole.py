@@ -1,14 +1,14 @@
-"""``Whole``: what each role of a step takes, from as few rehearsals as can be.
+"""``role_costs``: the memory and seconds of each role in a step, from as few rehearsals as possible.
 
-    role ──► of as few blocks as can be, and of one more      blocks.py, passing.py
-         ──► of three microbatches                            composition.py
+    role ──► rehearsals with few blocks, and with one more    blocks.py, passing.py
+             and with three microbatches                      composition.py
                  │ traces
                  ▼
          memory and seconds of all blocks                     extrapolation.py
          ──► of all microbatches, in the order of the schedule
 
-Stages of a pipeline that do the same are rehearsed once. So 126 blocks in 16 stages, with 64 microbatches, cost what
-five do in three stages, with three. A model whose blocks cannot be told apart so is rehearsed whole.
+Stages of a pipeline that do the same are rehearsed once. So 126 blocks in 16 stages with 64 microbatches take as long as five
+blocks in three stages with three microbatches. If a model's blocks cannot be passed through, the full model is rehearsed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RoleCosts:
     """The memory and seconds of a role in a step.
 
     Attributes:
-        phases: its actions and phases in order, in seconds.
+        memory: peak memory.
+        phases: its actions and phases with their seconds, in order.
         assumed, ran_whole: see ``Trace``.
     """
 
@@ -53,7 +54,13 @@ class RoleCosts:
 def role_costs(
     roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True
 ) -> dict[int, RoleCosts]:
-    """First rank of each role → its memory and seconds. ``fold``: whether equal blocks and microbatches are rehearsed once."""
+    """First rank of each role → its memory and seconds.
+
+    Args:
+        rehearsal: of the full model with all microbatches.
+        profile: of the hardware.
+        fold: whether blocks and microbatches that do the same are rehearsed once. If this fails, all of them are rehearsed.
+    """
     if not fold:
         unfolded = RolePredictor(rehearsal, profile, fold=False)
         return {role.rank: unfolded.predict(role) for role in roles}
@@ -70,9 +77,9 @@ class RolePredictor:
     """Predicts the memory and seconds of the roles of a step.
 
     Args:
-        rehearsal: of the whole model and all microbatches.
-        profile: the hardware's.
-        fold: whether equal blocks and microbatches are rehearsed once.
+        rehearsal: of the full model with all microbatches.
+        profile: of the hardware.
+        fold: whether blocks and microbatches that do the same are rehearsed once.
     """
 
     def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
@@ -88,11 +95,12 @@ class RolePredictor:
 
     @cached_property
     def _rehearsals(self) -> list[Rehearsal]:
+        """The rehearsal of the base, and of each model with one more block."""
         models = [self._folding.base, *(pruned for pruned, _ in self._folding.more)]
         return [self._short.passing_through(blocks) for blocks in models]
 
     def predict(self, role: Role) -> RoleCosts:
-        """The memory and seconds of a role."""
+        """Rehearses a role, and returns its memory and seconds."""
         recipe = self._rehearsal.recipe
         first, traces = self._rehearsed(role)
         weights = [counts[role.stage] for _, counts in self._folding.more]
@@ -113,12 +121,12 @@ class RolePredictor:
     # --- rehearsals ---------------------------------------------------------------------------------------------------
 
     def _rehearsed(self, role: Role) -> tuple[int, list[Trace]]:
-        """The rank that was rehearsed for a role, and its traces."""
+        """(the rank that was rehearsed for a role, its traces: of the base, and of each model with one more block)."""
         key = self._kind(role)
         if key not in self._traces:
             traces = [rehearse(rehearsal, role.rank) for rehearsal in self._rehearsals]
             self._traces[key] = role.rank, traces
-            # None: the first rehearsal, whose edges are used for every role.
+            # The key None has the first rehearsal, whose edges are used for every role.
             self._traces.setdefault(None, (role.rank, traces))
         return self._traces[key]
 
@@ -142,7 +150,7 @@ class RolePredictor:
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The schedule of the whole step. Its transfers are known only after the first rehearsal."""
+        """The schedule of the step with all its microbatches. Its transfers are known only after the first rehearsal."""
         recipe, edges = self._rehearsal.recipe, self._traces[None][1][0].edges
         ranks = recipe.mesh.axis_size("pp")
         plain = make_schedule(recipe.schedule, ranks, len(recipe.stage_rank), recipe.microbatches)
@@ -153,10 +161,12 @@ class RolePredictor:
         return self._rows_bytes(self._rehearsal, rank) - self._rows_bytes(self._short, rank)
 
     def _rows_bytes(self, rehearsal: Rehearsal, rank: int) -> int:
+        """Bytes of a rank's rows of the batch."""
         rows = rows_of_rank(rehearsal.batch, rehearsal.recipe, rank)
         return sum(t.nbytes for t in tensors_in(rows))
 
     def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
+        """The peak memory over all actions and phases of the full model."""
         fullest = max(phases, key=lambda phase: phase.highest)
         items, sites = items_of(levels, fullest.levels.highest)
         rehearsed = round(linear(levels[0].persistent, [other.persistent for other in levels[1:]], weights))
@@ -180,7 +190,7 @@ def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: s
 
 
 def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
-    """The kind of the gradients that backwards add up: with FSDP2, unreduced until the last backward."""
+    """The kind of the gradients to which backwards add: with FSDP2, they are unreduced until the last backward."""
     backwards = [phase.levels for phase in phases if isinstance(phase.label, Action) and phase.label.kind in ("B", "I")]
     items = items_of(levels, backwards[-1].highest)[0] if backwards else {}
     return max(("gradients", UNREDUCED), key=lambda kind: items.get(kind, 0))
@@ -188,11 +198,13 @@ def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
 
 @dataclass(frozen=True)
 class _InOrder:
-    """The memory of an action or phase in the whole step.
+    """The memory of an action or phase in the step with all its microbatches.
 
     Attributes:
-        levels: those of the rehearsed action that stands for this one.
-        in_flight, gradients: bytes of activations, and of other memory, that live in addition to those in the rehearsal.
+        label: the action, or the name of the phase.
+        levels: the memory of the rehearsed action that stands for this one.
+        in_flight: bytes of activations that live in addition to those in the rehearsal.
+        gradients: bytes of other memory that live in addition.
         rows: bytes of the batch that the rehearsal left out.
     """
 
@@ -204,15 +216,14 @@ class _InOrder:
 
     @property
     def highest(self) -> int:
+        """Peak bytes."""
         return self.levels.highest.nbytes + self.in_flight + self.gradients + self.rows
 
     def with_others(self, items: Mapping[str, int], gradients: str) -> dict[str, int]:
-        """Bytes by kind at the peak. ``items``: those of the rehearsal. ``gradients``: see ``_gradients``."""
+        """Kind → bytes at the peak. ``items``: those of the rehearsal. ``gradients``: the kind that ``_gradients`` returns."""
         totals = dict(items)
         activations = totals.get(ACTIVATIONS, 0) + self.in_flight + min(0, self.gradients)
-        totals[ACTIVATIONS] = max(
-            0, activations
-        )  # fewer live than in the rehearsal: then there are fewer gradients, too
+        totals[ACTIVATIONS] = max(0, activations)  # below 0: fewer live than in the rehearsal, and fewer gradients, too
         additions = {"batch": self.rows, gradients: max(0, self.gradients) + min(0, activations)}
         for kind, nbytes in additions.items():
             totals[kind] = totals.get(kind, 0) + nbytes
@@ -220,7 +231,13 @@ class _InOrder:
 
 
 def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: int) -> list[_InOrder]:
-    """The memory of each action and phase of the last step, with all its microbatches, in order."""
+    """The memory of each action and phase of the last step with all its microbatches, in order.
+
+    Args:
+        phases: those of the rehearsal.
+        actions: the schedule of the rank.
+        rows: bytes of the batch that the rehearsal left out.
+    """
     step_start = max(i for i, phase in enumerate(phases) if str(phase.label).startswith("step"))
     step = phases[step_start:]
     rehearsed = [(phase.label, phase) for phase in step if isinstance(phase.label, Action)]
@@ -245,11 +262,15 @@ def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: in
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:
-    """For each action: bytes that live when it begins, less those at the step's start; and how many of them forwards hold."""
+    """For each action, (bytes that live when it begins, bytes of these that forwards allocated).
+
+    Bytes that live at the step's start are not counted.
+    """
     total = in_flight = 0
     forwards: dict[tuple[int, int], int] = defaultdict(int)
     added = [levels.end - levels.start for _, levels in actions]
-    least: dict[tuple[str, int], int] = {}  # the first forward also gathers parameters
+    # (kind, stage) → bytes that an action of this kind adds, at least: the first forward also gathers parameters.
+    least: dict[tuple[str, int], int] = {}
     for (action, _), nbytes in zip(actions, added, strict=True):
         key = action.kind, action.stage
         least[key] = min(least.get(key, nbytes), nbytes)
@@ -264,7 +285,7 @@ def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, 
 
 
 def _timed(phases: Sequence[Phase], actions: Sequence[Action]) -> list[Phase]:
-    """The seconds of each action and phase of the step, with all its microbatches, in order."""
+    """The seconds of each action and phase of the step with all its microbatches, in order."""
     rehearsed = [(phase.label, phase) for phase in phases if isinstance(phase.label, Action)]
     templates = Templates(rehearsed).for_actions(actions)
     placed = [
