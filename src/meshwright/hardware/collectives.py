@@ -110,10 +110,11 @@ def collective(
         raise ValueError(f"at least one collective uses the link; given {contention}")
     wires = _Wires(profile, group, contention)
     fastest = min(
-        (way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds
+        (algorithm(wires, kind, nbytes) for algorithm in _algorithms(profile, kind, group)),
+        key=lambda estimate: estimate.seconds,
     )
-    times = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
-    return fastest if times == 1.0 else times * fastest
+    factor = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
+    return fastest if factor == 1.0 else factor * fastest
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,10 @@ class _Wires:
         ``rate``: the fraction of the link's bandwidth that the algorithm attains.
         """
         ranks_on_node = self.group.here
-        used = (
+        fraction_of_wires = (
             (ranks_on_node - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and ranks_on_node > 1 else 1.0
         )
-        return self.node.seconds(sent, rate * used / self.contention) if ranks_on_node > 1 else 0.0
+        return self.node.seconds(sent, rate * fraction_of_wires / self.contention) if ranks_on_node > 1 else 0.0
 
     def across(self, sent: float, rate: float = 1.0) -> float:
         """T': seconds in which a device sends ``sent`` bytes to other nodes; 0 if the group is on one node."""
@@ -227,7 +228,9 @@ def _levels(nodes: int) -> int:
     return ceil(log2(nodes))
 
 
-def _ways(profile: Profile, kind: CollectiveKind, group: Group) -> Sequence[Callable[[_Wires, str, float], Estimate]]:
+def _algorithms(
+    profile: Profile, kind: CollectiveKind, group: Group
+) -> Sequence[Callable[[_Wires, str, float], Estimate]]:
     """The algorithms that can run a collective."""
     if kind == "send":
         return [_send]
@@ -235,9 +238,9 @@ def _ways(profile: Profile, kind: CollectiveKind, group: Group) -> Sequence[Call
         return [_pairwise]
     if kind != "all_reduce":
         return [_ring]
-    ways = [_ring]
+    algorithms = [_ring]
     if group.nodes > 1:
-        ways.append(_tree)
+        algorithms.append(_tree)
     if profile.node.in_switch > 0 and group.here > 1:
-        ways.append(_in_switch)
-    return ways
+        algorithms.append(_in_switch)
+    return algorithms

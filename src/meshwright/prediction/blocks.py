@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -40,7 +41,7 @@ class Pruned:
 
     def holds(self, name: str) -> bool:
         """Whether the pruned model still has a module or parameter of this name."""
-        return not any(name == block or name.startswith(block + ".") for block in self.blocks)
+        return not any(_is_within(name, block) for block in self.blocks)
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """The recipe of the pruned model."""
@@ -90,7 +91,7 @@ def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS)
         passed_by_kind = [one_more if kind == grown_kind else passed for kind, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
         more.append((Pruned(_merged(passed_by_kind)), weights))
-    blocks = tuple(tuple(block for those in by_stage.values() for block in those) for by_stage in kinds)
+    blocks = tuple(tuple(chain.from_iterable(by_stage.values())) for by_stage in kinds)
     return Folding(Pruned(_merged(fewest)), tuple(more), blocks, base_blocks)
 
 
@@ -133,10 +134,10 @@ def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]:
     """Each kind of blocks that are alike, by stage. A block within a block of a kind is no block of its own."""
     kinds: list[_ByStage] = []
-    within: set[str] = set()
+    blocks_of_kinds: set[str] = set()
     for name, module in model.named_modules():  # outer modules come first
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
-        if len(children) <= base_blocks or any(name == w or name.startswith(w + ".") for w in within):
+        if len(children) <= base_blocks or any(_is_within(name, block) for block in blocks_of_kinds):
             continue
         by_structure: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         distinguishing = _distinguishing([child for _, child in children])
@@ -147,7 +148,7 @@ def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]
                 by_structure[structure, plain][stage].append(block)
         alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > base_blocks]
         kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
-        within |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
+        blocks_of_kinds |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
     return kinds
 
 
@@ -170,8 +171,10 @@ def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[i
     modules = tuple((local_name, type(m)) for local_name, m in block.named_modules())
     buffers = tuple((local_name, tuple(b.shape), b.dtype) for local_name, b in block.named_buffers())
     units = tuple((u.name.removeprefix(name), u.data, u.recompute) for u in recipe.units if _is_within(u.name, name))
-    others = tuple(n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _is_within(n, name))
-    return stages.pop(), (modules, tuple(lines), buffers, units, others)
+    recomputed_or_sequence = tuple(
+        n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _is_within(n, name)
+    )
+    return stages.pop(), (modules, tuple(lines), buffers, units, recomputed_or_sequence)
 
 
 def _layout(line: ParameterRecipe, block: str) -> Hashable:
@@ -181,6 +184,7 @@ def _layout(line: ParameterRecipe, block: str) -> Hashable:
 
 
 def _is_within(name: str, block: str) -> bool:
+    """Whether ``name`` is a block, or a module or parameter in it."""
     return name == block or name.startswith(block + ".")
 
 

@@ -30,9 +30,10 @@ from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, Levels, Memory,
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import Role
 from meshwright.prediction.trace import Trace
+from meshwright.recipe import Stage
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.runtime.rows.microbatches import rows_of_rank
-from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
+from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
 
 
 @dataclass(frozen=True)
@@ -122,29 +123,24 @@ class RolePredictor:
 
     def _rehearsed(self, role: Role) -> tuple[int, list[Trace]]:
         """(the rank that was rehearsed for a role, its traces: of the base, and of each model with one more block)."""
-        key = self._kind(role)
-        if key not in self._traces:
+        work = self._work(role)
+        if work not in self._traces:
             traces = [rehearse(rehearsal, role.rank) for rehearsal in self._rehearsals]
-            self._traces[key] = role.rank, traces
+            self._traces[work] = role.rank, traces
             # The key None has the first rehearsal, whose edges are used for every role.
             self._traces.setdefault(None, (role.rank, traces))
-        return self._traces[key]
+        return self._traces[work]
 
-    def _kind(self, role: Role) -> Hashable:
+    def _work(self, role: Role) -> Hashable:
         """A key that is equal for roles whose stages do equal work."""
         recipe = self._rehearsal.recipe
         if not recipe.stages or not self._traces or self._short is self._rehearsal:
             return role.rank
         edges = self._traces[None][1][0].edges
-        kinds = [
-            (
-                stage.flops, stage.moved, stage.sends, stage.parameters, tuple(map(pattern, stage.modules)),
-                tuple(sum(end == stage.index for end in ends) for way in edges for ends in zip(*way, strict=True)),
-            )
-            for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage
-        ]  # fmt: skip
+        stages = [stage for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage]
+        work = tuple(_work_of_stage(stage, edges) for stage in stages)
         tp = recipe.mesh.coordinate(role.rank).get("tp", 0)
-        return tuple(kinds), tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()
+        return work, tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()
 
     # --- all microbatches ---------------------------------------------------------------------------------------------
 
@@ -176,6 +172,13 @@ class RolePredictor:
             self._profile.reserve,
             _by_phase(levels, phases, gradients),
         )  # fmt: skip
+
+
+def _work_of_stage(stage: Stage, edges: Edges) -> Hashable:
+    """A key that is equal for stages that do equal work, with equally many transfers."""
+    modules = tuple(map(pattern, stage.modules))
+    transfers = tuple(ends.count(stage.index) for direction in edges for ends in zip(*direction, strict=True))
+    return stage.flops, stage.moved, stage.sends, stage.parameters, modules, transfers
 
 
 def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: str) -> tuple[PhaseMemory, ...]:
@@ -254,11 +257,11 @@ def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: in
         gradients = total - in_flight - (rehearsed_total - rehearsed_in_flight)
         placed.append(_InOrder(action, levels, activations, gradients, rows))
     first = next(i for i, phase in enumerate(step) if isinstance(phase.label, Action))
-    others = [
-        [_InOrder(phase.label, phase, rows=rows) for phase in those if not isinstance(phase.label, Action)]
-        for those in (step[:first], step[first:])
-    ]
-    return [*others[0], *placed, *others[1]]
+    before, after = (
+        [_InOrder(phase.label, phase, rows=rows) for phase in phases if not isinstance(phase.label, Action)]
+        for phases in (step[:first], step[first:])
+    )
+    return [*before, *placed, *after]
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:
