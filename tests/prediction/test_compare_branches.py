@@ -244,7 +244,7 @@ def test_branches_that_compare_rows_have_no_data_parallelism() -> None:
             self.block_a = nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.BatchNorm1d(models.DIM))
 
     region = mw.compare_branches(Normed, models.rows(), beside(1, 1)).regions[0]
-    assert region[DATA].note == "what a row gives depends on others: each rank runs all"
+    assert region[DATA].note == "rows depend on each other: each rank runs all rows"
     assert region[DATA].compute == pytest.approx(region[ONE].compute)
 
 

@@ -177,12 +177,12 @@ def _ring(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
-    """Two binary trees over the nodes, each for half of the bytes. A node is an inner node of one tree and a leaf of the
-    other.
+    """Two binary trees over the nodes, each for half of the bytes.
 
-    A node sends at most 2S bytes, and S bytes if there are two nodes (Sanders et al.). Within a node, a chain of devices goes
-    up and down. The number of steps grows with the logarithm of the number of nodes; in a ring it grows with the number of
-    ranks. So a tree is fast for few bytes, and for two nodes.
+    Each node is an inner node of one tree and a leaf of the other. A node sends at most 2S bytes, and S bytes if there are
+    two nodes (Sanders et al.). Within a node, a chain of devices goes up and down. The number of steps grows with the
+    logarithm of the number of nodes; in a ring it grows with the number of ranks. So a tree is fast for few bytes, and for
+    two nodes.
     """
     group = wires.group
     k, g = group.nodes, group.fewest
@@ -191,10 +191,9 @@ def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
-    """The switch of a node adds (NVLink SHARP). A device sends S bytes to the switch, and S/g bytes of the sum to all
-    devices.
+    """The switch of a node adds (NVLink SHARP); across nodes there are two trees.
 
-    Across nodes there are two trees.
+    A device sends S bytes to the switch, and S/g bytes of the sum to all devices.
 
     Klenk et al.: An In-Network Architecture for Accelerating Shared-Memory Multiprocessor Collectives, ISCA 2020; NCCL's NVLS
     and NVLSTree.

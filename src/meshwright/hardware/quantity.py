@@ -48,10 +48,10 @@ def read_quantity(text: object, kind: Kind) -> float | None:
 
 
 def spell_quantity(value: float, kind: Kind) -> str:
-    """The quantity as text, with the largest unit of which there is at least one. ``read_quantity`` reads the same float
-    from it.
+    """The quantity as text, from which ``read_quantity`` reads the same float.
 
-    Bytes have a unit that divides them, so that 80 GiB is not 85.89934592 GB.
+    The unit is the largest one in which the number is at least 1. Bytes have a unit that divides them, so that 80 GiB is not
+    written as 85.89934592 GB.
 
     >>> spell_quantity(3.35e12, "B/s"), spell_quantity(80 * 2**30, "B"), spell_quantity(0.0, "s")
     ('3.35 TB/s', '80 GiB', '0 s')

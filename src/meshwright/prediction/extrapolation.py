@@ -70,7 +70,7 @@ def phase_levels(rehearsed: Sequence[Levels], weights: Sequence[int]) -> list[Ph
     """
     phases = [levels.phases for levels in rehearsed]
     if len({tuple(phase.label for phase in one_each) for one_each in phases}) != 1:
-        raise NotAlike("with one block more, another schedule is run")
+        raise NotAlike("with one more block, the model runs another schedule")
     return [_phase(one_each[0], one_each[1:], weights) for one_each in zip(*phases, strict=True)]
 
 

@@ -153,7 +153,7 @@ def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
     label: Action | str = ""
     live: dict[int, int] = {}
     total = start = 0
-    highest = Moment("", 0, -1)  # of this stretch
+    highest = Moment("", 0, -1)  # the highest since the last function or collective
     for index, event in enumerate(events):
         if isinstance(event, Began):
             phases.append(PhaseMoments(label, start, total, (*moments, highest)))

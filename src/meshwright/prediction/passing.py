@@ -91,10 +91,10 @@ class _Pattern:
             NotAlike: the pattern was not called before, it had more input tensors, or a tensor that it returned is freed.
         """
         if self._spec is None:
-            raise NotAlike("a block is called before one that is alike")
+            raise NotAlike("a block is called before its pattern")
         tensors = _tensors((args, kwargs))
         if any(index is not None and index >= len(tensors) for index, _ in self._outputs):
-            raise NotAlike("blocks that are alike are called with other arguments")
+            raise NotAlike("a block is called with fewer tensors than its pattern")
         leaves = [tensors[index] if index is not None else recall() for index, recall in self._outputs]
         return pytree.tree_unflatten(leaves, self._spec)
 
@@ -116,7 +116,7 @@ def _weak(value: Any) -> Callable[[], Any]:
 
     def recall() -> Tensor:
         if (t := reference()) is None:
-            raise NotAlike("what a block gives besides its hidden values is not kept")
+            raise NotAlike("an output of a block, other than its hidden values, has been freed")
         return t
 
     return recall

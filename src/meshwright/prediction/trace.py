@@ -19,14 +19,18 @@ from meshwright.schedule import NO_EDGES, Action, Edges
 
 
 class Began(NamedTuple):
-    """``label``: an action of the schedule, or the name of a phase."""
+    """The begin of an action or phase. ``label``: the action, or the name of the phase."""
 
     label: Action | str
 
 
 class Op(NamedTuple):
-    """``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`; ``dtype``: of the
-    computation; ``workspace``: bytes that a kernel on a CPU allocates while it runs."""
+    """An ATen function that ran.
+
+    ``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`; ``dtype``: of the
+    computation;
+    ``workspace``: bytes that a kernel on a CPU allocates while it runs.
+    """
 
     name: str
     kind: Work
@@ -38,10 +42,11 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """``nbytes``: bytes of the full tensor: the input of a reduction, the result of an all-gather; ``ranks``: of the group.
+    """A collective, send or receive.
 
-    ``module``: the module whose forward calls it; empty in a backward. Comparisons ignore it, so that the collectives of two
-    blocks that do the same are equal.
+    ``nbytes``: bytes of the full tensor: the input of a reduction, the result of an all-gather; ``ranks``: those of the group;
+    ``module``: the module whose forward calls it, empty in a backward. Comparisons ignore ``module``, so that the
+    collectives of two blocks that do the same are equal.
     """
 
     kind: str
@@ -51,7 +56,10 @@ class Collective:
 
 
 class Allocated(NamedTuple):
-    """``storage``: its number; ``function``: the ATen function that allocated it, in ``module``, at ``line`` of the model."""
+    """The allocation of a storage, by an ATen function in a module, at a line of the model.
+
+    ``storage``: number of the storage.
+    """
 
     storage: int
     nbytes: int
@@ -61,11 +69,15 @@ class Allocated(NamedTuple):
 
 
 class Resized(NamedTuple):
+    """A change of a storage's size. ``nbytes``: its new size."""
+
     storage: int
     nbytes: int
 
 
 class Freed(NamedTuple):
+    """The end of a storage."""
+
     storage: int
 
 

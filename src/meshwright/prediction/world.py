@@ -32,7 +32,7 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             fix="call it before torch.distributed.init_process_group, or in a process of its own",
         )
     findings.raise_if_any()
-    # For each group that it makes, torch wraps this hook, so that one more rank is printed before each line of an error.
+    # For each group that it makes, torch wraps sys.excepthook: one more rank is printed before each line of an error.
     previous_hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:

@@ -110,13 +110,14 @@ class Comparison:
     def __str__(self) -> str:
         profile = self.profile
         peak = ", ".join(f"{spell_quantity(rate, 'flop/s')} in {dtype}" for dtype, rate in profile.peak.items())
-        host = f"the host takes {duration_text(profile.host)} a function"
+        host = f"the host takes {duration_text(profile.host)} for each function"
         if profile.job_call or profile.job_step:
-            host += f", to which a job adds {duration_text(profile.job_call)}, and {duration_text(profile.job_step)} to a step"
+            in_job = f"{duration_text(profile.job_call)} for each function and {duration_text(profile.job_step)} for each step"
+            host += f", and a job adds {in_job}"
         lines = [
             f"{profile.name}: at most {peak}; memory {spell_quantity(profile.bandwidth, 'B/s')}, links "
             f"{spell_quantity(profile.node.bandwidth, 'B/s')}; {host}",
-            "forward and backward of a microbatch on a data rank, without the optimizer; what is sent hides behind nothing",
+            "forward and backward of a microbatch on a data rank, without the optimizer; collectives overlap no compute",
         ]
         for _, group in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
             equal_regions = list(group)

@@ -251,7 +251,7 @@ class RegionCost:
         ranks, region = self.ranks, self.region
         share, note = self._share(ranks), ""
         if not all(b.apart for b in region.branches):
-            share, note = 1.0, "what a row gives depends on others: each rank runs all"
+            share, note = 1.0, "rows depend on each other: each rank runs all rows"
         elif self.rows is None or self.rows < ranks:
             note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
         spent = self._by_tables(self.event_costs.on_one_device(region.positions, share)) + self._added_by_job(
@@ -264,7 +264,7 @@ class RegionCost:
         cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
         spent = self._by_tables(self.event_costs.over_tp(self.region.positions, cuts, self.ranks))
         names = self.event_costs.names(self.region.positions)
-        note = "" if any(n in cuts for n in names) else "no parameter of it can be cut"
+        note = "" if any(n in cuts for n in names) else "no parameter of the region can be sharded"
         return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
 
     def _by_tables(self, spent: Spent) -> Spent:
