@@ -139,14 +139,14 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -
     line = before[-1] + text[index:].partition("\n")[0]
     wrong_line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.strip()) or "nothing"
     position = f"{name}:{len(before)}:{len(before[-1]) + 1}"
-    findings.add(where=position, given=wrong_line, required=f"YAML: {reason}", fix=_mended(line))
+    findings.add(where=position, given=wrong_line, required=f"YAML: {reason}", fix=_corrected(line))
 
 
 _PLACE = re.compile(r"""(?<![\w'"])((?:tp|pp|stream)\[[0-9:]*\])(?!['"])""")
 _OPENS = re.compile("flow|quoted|simple key")
 
 
-def _mended(line: str) -> str:
+def _corrected(line: str) -> str:
     """The most likely correction of a line that is not YAML."""
     if "\t" in line:
         return line.expandtabs(2)

@@ -58,7 +58,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Folding:
-    """The rehearsals that stand for a whole model.
+    """The models whose rehearsals predict a full model.
 
     Attributes:
         base: the model with the fewest blocks: ``base_blocks`` of each kind in each stage.

@@ -49,7 +49,7 @@ class Spent:
 
     @property
     def total(self) -> Estimate:
-        """Seconds of the whole action."""
+        """Seconds of the action."""
         return Estimate.total([self.device, self.host, *self.exposed.values()])
 
     def expose(self, axis: str, seconds: Estimate) -> None:
@@ -86,6 +86,7 @@ class Clock:
         return [self._phase(label, events) for label, events in last_step(trace)]
 
     def _phase(self, label: Action | str, events: Sequence[Event]) -> Phase:
+        """The cost of one action or phase with these events."""
         clock = _ActionClock(self._profile)
         backward = isinstance(label, Action) and label.kind in ("B", "I", "W")
         host = self._host_seconds_per_function(label, backward=backward)
@@ -101,7 +102,7 @@ class Clock:
                 clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
             elif isinstance(event, Collective):
                 self._collective(event, clock, backward=backward)
-        return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+        return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._axis_and_group(ranks)[0]))
 
     def _host_seconds_per_function(self, label: Action | str, *, backward: bool) -> float:
         """Seconds of the host for one function of an action or phase."""
@@ -118,7 +119,7 @@ class Clock:
 
     def _collective(self, event: Collective, clock: _ActionClock, *, backward: bool) -> None:
         """Adds a collective to the clock of its action."""
-        axis, group = self._where(event.ranks)
+        axis, group = self._axis_and_group(event.ranks)
         if group.ranks == 1:
             return
         over_data = axis in (*DATA, "·".join(DATA))
@@ -131,7 +132,7 @@ class Clock:
         overlaps = _has_queue(self._profile) and over_data
         (overlapping.get(event.kind, clock.exchange) if overlaps else clock.exchange)(axis, seconds)
 
-    def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
+    def _axis_and_group(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
         """(the mesh axes along which the ranks of a group differ, how the group is spread over nodes).
 
         ``Group.per_node`` is the largest number of its ranks on one node.

@@ -157,9 +157,8 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) -> Trace:
     """Runs two steps of this rank under a ``Tracker``, and returns the trace."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
-    modes = (
-        (fake, values) if rows.without_values(fake) else ()
-    )  # rows with values are recorded with them: the model may branch
+    # Rows that have values are recorded with them, since the model may branch on them.
+    modes = (fake, values) if rows.without_values(fake) else ()
     with one_process(), ExitStack() as recording:
         for mode in modes:
             recording.enter_context(mode)

@@ -42,7 +42,8 @@ def roles_of(recipe: Recipe) -> tuple[Role, ...]:
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
         places = tuple(sorted(recipe.places.of(rank))) if recipe.branches else ()
-        members.setdefault((coordinate.get("pp", 0), places, coordinate.get("tp", 0) if uneven else 0), []).append(rank)
+        tp_rank = coordinate.get("tp", 0) if uneven else 0
+        members.setdefault((coordinate.get("pp", 0), places, tp_rank), []).append(rank)
     return tuple(
         Role(ranks[0], tuple(ranks), mesh.coordinate(ranks[0]).get("pp", 0), _name(recipe, ranks[0], uneven=uneven))
         for ranks in sorted(members.values())

@@ -81,10 +81,10 @@ class Tracker(TorchDispatchMode):
         return trace
 
     def mark_persistent(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
-        """Labels tensors that live for the whole run (label → tensors). A new storage is recorded as allocated."""
-        for label, labelled in tensors.items():
-            for t in labelled:
-                self.trace.persistent[self._number(_local(t), label)] = label
+        """Marks tensors as persistent. ``tensors``: kind → tensors. A storage not seen before is recorded as allocated."""
+        for kind, tensors_of_kind in tensors.items():
+            for t in tensors_of_kind:
+                self.trace.persistent[self._number(_local(t), kind)] = kind
 
     def begin(self, phase: str) -> None:
         """Records that a phase of the step begins."""

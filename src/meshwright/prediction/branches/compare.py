@@ -65,14 +65,14 @@ def compare_branches(
     graph = planned.graph(lambda model: loss(called(model, copied(microbatch))))
     regions = _regions(planned, recipe, graph, rows)
     event_costs = EventCosts(graph, profile, Parameters.of(recipe))
-    measured = _named(tables or {}, regions)
+    measured = _seconds_by_branch(tables or {}, regions)
     planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
     @cache
     def cuts(tp: int) -> Mapping[str, Shard]:
         """The parameters that are sharded if the model runs on ``tp`` tensor-parallel ranks, without branches.
 
-        For a number of ranks that is not planned, the next smaller one decides which parameters are sharded.
+        Only some numbers of ranks are planned. For another number, the parameters are those of the next smaller one.
         """
         if tp not in planned_sizes:
             below = cuts(max(n for n in planned_sizes if n < tp))
@@ -80,10 +80,14 @@ def compare_branches(
         recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
         return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
 
-    costs = [RegionCost(r, recipe.places, event_costs, rows, cuts, measured) for r in regions]
-    return Comparison(profile, tuple(
-        Compared(c.region.name, c.ranks, rows, tuple(c.ways), tuple(map(tuple, c.tables)), c.parameter_bytes) for c in costs
-    ))  # fmt: skip
+    compared = []
+    for region in regions:
+        cost = RegionCost(region, recipe.places, event_costs, rows, cuts, measured)
+        tables_of_branches = tuple(map(tuple, cost.tables))
+        compared.append(
+            Compared(region.name, cost.ranks, rows, tuple(cost.ways), tables_of_branches, cost.parameter_bytes)
+        )
+    return Comparison(profile, tuple(compared))
 
 
 def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> list[Region]:
@@ -91,16 +95,17 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
     places = recipe.places
 
     def branch_name(positions: Any, place: int) -> str:
-        positions_of_branch = set(positions)
-        starts = sorted(
-            (c.start, c.module) for c in graph.calls.values()
-            if c.module in recipe.placed and c.start in positions_of_branch and _within(places, recipe.placed[c.module], place)
-        )  # fmt: skip
-        outermost = dict.fromkeys(name for _, name in starts if not _above(name, [n for _, n in starts]))
+        """The outermost modules that begin at these positions; without any, the functions there."""
+        starts = set(positions)
+        calls = [call for call in graph.calls.values() if call.start in starts and call.module in recipe.placed]
+        calls = [call for call in calls if _is_placed_within(places, recipe.placed[call.module], place)]
+        modules = [module for _, module in sorted((call.start, call.module) for call in calls)]
+        outermost = dict.fromkeys(name for name in modules if not _is_submodule(name, modules))
         return "+".join(outermost or dict.fromkeys(graph.events[p].function for p in positions))
 
     @cache
     def rows_are_independent(place: int) -> bool:
+        """Whether two data ranks of a place could each run rows of their own."""
         if rows < 2:
             return True
         over_two_ranks = replace(places[place], mesh=Mesh((("dp_replicate", 2),)))
@@ -119,17 +124,17 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
     return regions
 
 
-def _within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
+def _is_placed_within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
     """Whether one of the places ``homes`` is ``place``, or within it."""
     return any(place in places.chain(p) for p in homes)
 
 
-def _above(name: str, names: list[str]) -> bool:
+def _is_submodule(name: str, names: list[str]) -> bool:
     """Whether ``name`` is a submodule of one of the modules ``names``."""
     return any(name.startswith(n + ".") for n in names)
 
 
-def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
+def _seconds_by_branch(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
     """(branch, ranks) → measured seconds. Each glob of ``tables`` is replaced by the branches that it matches.
 
     Raises:
