@@ -166,9 +166,8 @@ def _step(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
 ) -> tuple[Played, StepSeconds]:
     """(the step in time, its seconds with their terms on the rank that ends last)."""
-    slowest: dict[
-        int, Role
-    ] = {}  # rank of the pipeline axis → its slowest role; other roles wait for it at their joins
+    # Rank of the pipeline axis → its slowest role. The other roles on this rank wait for it at their joins.
+    slowest: dict[int, Role] = {}
     for role in sorted(roles, key=lambda role: -_busy_seconds(phases[role.rank])):
         slowest.setdefault(role.stage, role)
     played = play({stage: phases[role.rank] for stage, role in slowest.items()}, _transfer(recipe, profile))
