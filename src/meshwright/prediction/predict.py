@@ -48,8 +48,7 @@ def predict(
     It runs the run's own code for one rank of each role, without values and without other ranks, and allocates no parameter.
     Call it in a plain process, not on a rank of a run.
 
-        prediction = predict(Model, batch, {"mesh": "dp_shard=8"}, hardware="h100")
-        prediction.peak, prediction.seconds.seconds        # bytes of the fullest rank, seconds of a step
+        prediction = predict(Model, batch, {"mesh": "dp_shard=8"}, hardware="h100")  # .peak in bytes, .seconds
 
     Args:
         build: a function that builds the model.
@@ -60,8 +59,7 @@ def predict(
         loss: output of the model → loss; default ``output.loss``.
         optimizer: parameters → their optimizer; default ``torch.optim.AdamW``, as it runs on the hardware.
         max_norm: the norm to which gradients are clipped; None: they are not clipped.
-        fold: whether repeated blocks, microbatches and stages that do the same are rehearsed once (``prediction.whole``).
-            False: all of them are rehearsed, in time that grows with their number.
+        fold: whether blocks, microbatches and stages that do the same are rehearsed once; False: all of them are rehearsed.
 
     Raises:
         PlanError: every problem of the plan or the profile.

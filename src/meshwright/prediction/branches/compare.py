@@ -70,24 +70,21 @@ def compare_branches(
 
     @cache
     def cuts(tp: int) -> Mapping[str, Shard]:
-        """The parameters that are sharded if the model runs on ``tp`` tensor-parallel ranks, without branches.
-
-        Only some numbers of ranks are planned. For another number, the parameters are those of the next smaller one.
-        """
+        """The parameters that are sharded over ``tp`` ranks without branches; if not planned, as over the next fewer ranks."""
         if tp not in planned_sizes:
             below = cuts(max(n for n in planned_sizes if n < tp))
             return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
         recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
         return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
 
-    compared = []
-    for region in regions:
-        cost = RegionCost(region, recipe.places, event_costs, rows, cuts, measured)
-        tables_of_branches = tuple(map(tuple, cost.tables))
-        compared.append(
-            Compared(region.name, cost.ranks, rows, tuple(cost.ways), tables_of_branches, cost.parameter_bytes)
-        )
-    return Comparison(profile, tuple(compared))
+    costs = [RegionCost(region, recipe.places, event_costs, rows, cuts, measured) for region in regions]
+    return Comparison(profile, tuple(map(_compared, costs)))
+
+
+def _compared(cost: RegionCost) -> Compared:
+    """The ways to run a region, as plain values."""
+    tables = tuple(map(tuple, cost.tables))
+    return Compared(cost.region.name, cost.ranks, cost.rows, tuple(cost.ways), tables, cost.parameter_bytes)
 
 
 def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> list[Region]:
