@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright.cli.calibrate import measured_profile
 from meshwright.hardware import Profile
-from meshwright.prediction.branches.ways import BEST, DATA, GIVEN, ONE, TENSOR
+from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR
 
 WIDTH, HEAD = 256, 16
 SMALL, LARGE = (16, 32, 64, 32), (32, 64, 64, 32)  # sequences, their length, widths of both tracks
@@ -315,10 +315,10 @@ def lines(times: Times, moved: dict[str, tuple[int, int]], against: str) -> None
 
 def balanced(workers: Any, hardware: Profile, depth: int, tokens: int, rounds: int) -> None:
     build, batch = partial(Two, depth, depth), sample(1, tokens)
-    plans = {GIVEN: BESIDE, TENSOR: SIDES[TENSOR]}
+    plans = {PLANNED: BESIDE, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
     print(f"\n1  balanced: 2 branches of {depth} blocks of width {WIDTH}, 1 row of {tokens} tokens; {rounds} rounds")
-    lines(times, moved, GIVEN)
+    lines(times, moved, PLANNED)
     print(f"  compare_branches: {mw.compare_branches(build, batch, BESIDE, hardware=hardware).verdict}")
 
 
@@ -328,7 +328,9 @@ def sweep(workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any
         f"what a job adds); {rounds} rounds"
     )
     print(
-        "  rows  blocks " + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, GIVEN)) + "said; fastest; by CPU time"
+        "  rows  blocks "
+        + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, PLANNED))
+        + "said; fastest; by CPU time"
     )
     bare = replace(hardware, job_call=0.0, job_step=0.0)
     sides = {"without": bare, "with": hardware}
@@ -336,11 +338,11 @@ def sweep(workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any
     for rows in batches:
         for first, second in depths:
             build, batch = partial(Two, first, second), sample(rows, tokens)
-            plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {GIVEN: BESIDE}
+            plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {PLANNED: BESIDE}
             times, _ = workers.run(measure, build, plans, (1,), batch, rounds, ranks=2, timeout=900)[0]
             times[ONE] = times.pop(_process(1))
             found = {h: mw.compare_branches(build, batch, BESIDE, hardware=of) for h, of in sides.items()}
-            said = {h: GIVEN if c.fastest == BEST else c.fastest for h, c in found.items()}
+            said = {h: PLANNED if c.fastest == BEST else c.fastest for h, c in found.items()}
             fastest = [min(times, key=lambda name: of(times, name, which)) for which in (WALL, BUSY)]
             for (h, which), score in scores.items():
                 score[0] += said[h] == fastest[which]
@@ -349,7 +351,7 @@ def sweep(workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any
             cells = "".join(
                 f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * bare_s[name]:.1f}/"
                 f"{1e3 * job_s[name]:.1f})".ljust(14) + " "
-                if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, GIVEN)
+                if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, PLANNED)
             )  # fmt: skip
             print(f"  {rows:4}  {first}:{second:<4} {cells} {' / '.join(said.values())}; {'; '.join(fastest)}")
     total = len(batches) * len(depths)
@@ -380,16 +382,16 @@ def tracks(workers: Any, hardware: Profile, depth: int, sizes: tuple[int, int, i
         "m": torch.randn(1, deep, residues, dim, generator=draw),
         "z": torch.randn(1, residues, residues, pair, generator=draw),
     }
-    plans = {GIVEN: TRACKS, TENSOR: SIDES[TENSOR]}
+    plans = {PLANNED: TRACKS, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
     print(
         f"\n4  tracks: {depth} Evoformer blocks, {deep} sequences of {residues}, widths {dim} and {pair}; {rounds} rounds"
     )
-    lines(times, moved, GIVEN)
+    lines(times, moved, PLANNED)
     for which, clock in ((WALL, "time"), (BUSY, "CPU time")):
-        pairs = zip(times[_process(1)], times[GIVEN], strict=True)
+        pairs = zip(times[_process(1)], times[PLANNED], strict=True)
         low, _, high = quantiles([a[which] / (2 * b[which]) for a, b in pairs], n=4)
-        found = of(times, _process(1), which) / (2 * of(times, GIVEN, which))
+        found = of(times, _process(1), which) / (2 * of(times, PLANNED, which))
         print(
             f"  efficiency per device at degree 2, t1/(2·t2), by {clock}: {found:.2f} (pairs {low:.2f} to {high:.2f})"
         )

@@ -19,7 +19,7 @@ import meshwright as mw
 from branching import beside, on
 from meshwright.hardware import Curve, Group, Profile, collective, read_profile
 from meshwright.planning.split import best_split, imbalance
-from meshwright.prediction.branches.ways import BEST, DATA, GIVEN, ONE, TENSOR
+from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR
 from meshwright.workers.pool import LocalWorkers
 
 H100 = read_profile("h100")
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.proof] * (c == "toy")) for c in CASES])
 def test_forks_and_joins_are_what_a_job_counts(case: str, workers: LocalWorkers) -> None:
     build, batch, plan = CASES[case]
-    ways = [r[GIVEN] for r in mw.compare_branches(build, batch, plan).regions]
+    ways = [r[PLANNED] for r in mw.compare_branches(build, batch, plan).regions]
     found = workers.run(moved, build, batch, plan, ranks=plan["mesh"]["tp"])
     ours = [(c["fork"] + c["join"], b["fork"] + b["join"]) for c, b in found]
     ranks = [[w.crossing[r] for w in ways] for r in range(len(found))]
@@ -159,8 +159,8 @@ def test_the_forum_s_toy_is_too_small(hardware: Profile) -> None:
 def test_links_without_cost_make_the_toy_pay() -> None:
     free = replace(H100, node=FREE, host_collective=0.0)
     found = mw.compare_branches(models.Toy, models.rows(), beside(1, 1), hardware=free)
-    assert found.fastest == GIVEN
-    way = found.regions[0][GIVEN]
+    assert found.fastest == PLANNED
+    way = found.regions[0][PLANNED]
     assert way.seconds == pytest.approx(max(row[0] for row in found.regions[0].tables))
 
 
@@ -178,12 +178,12 @@ def one_row(rows: int = 1) -> dict[str, Tensor]:
 def test_deep_branches_at_batch_1_prefer_branches() -> None:
     found = mw.compare_branches(big(), one_row(), beside(1, 1))
     region = found.regions[0]
-    assert found.fastest == GIVEN
+    assert found.fastest == PLANNED
     assert region[BEST].split == (1, 1)
-    assert region[GIVEN].imbalance == pytest.approx(1)
+    assert region[PLANNED].imbalance == pytest.approx(1)
     # In each block of each branch an all-reduce forward and one backward, of which the two at the fork share one.
     assert region[TENSOR].traffic.calls == 2 * 2 * BLOCKS - 1
-    assert region[GIVEN].traffic.calls == 2
+    assert region[PLANNED].traffic.calls == 2
     assert region[DATA].seconds >= region[ONE].seconds
     assert region[DATA].note == "1 row: 1 of 2 ranks have none"
     assert "branches, as planned 1+1" in found.verdict
@@ -192,7 +192,7 @@ def test_deep_branches_at_batch_1_prefer_branches() -> None:
 def test_many_rows_of_much_work_prefer_data() -> None:
     found = mw.compare_branches(big(512, 8192), one_row(64), beside(1, 1))
     assert found.fastest == DATA
-    assert found.regions[0][GIVEN].imbalance == pytest.approx(2 * 8192 / (512 + 8192), abs=0.1)
+    assert found.regions[0][PLANNED].imbalance == pytest.approx(2 * 8192 / (512 + 8192), abs=0.1)
 
 
 def test_ranks_go_where_the_work_is() -> None:
@@ -204,7 +204,7 @@ def test_ranks_go_where_the_work_is() -> None:
     )
     region = found.regions[0]
     assert region[BEST].split == (1, 3)
-    assert region[BEST].seconds < region[GIVEN].seconds
+    assert region[BEST].seconds < region[PLANNED].seconds
     assert region[BEST].imbalance == pytest.approx(1, abs=0.15)  # what moves bytes alone is no more work in the larger
 
 
@@ -215,7 +215,7 @@ def test_what_a_job_adds_to_an_operation_is_not_on_one_device() -> None:
     )
     more = {w.name: slowed[w.name].seconds - w.seconds for w in plain.ways}
     # Each branch has two linears and a ReLU.
-    assert more == pytest.approx({ONE: 0, DATA: 6, TENSOR: 6, GIVEN: 3, BEST: 3})
+    assert more == pytest.approx({ONE: 0, DATA: 6, TENSOR: 6, PLANNED: 3, BEST: 3})
 
 
 def test_measured_tables_count_instead_of_predictions() -> None:
@@ -231,7 +231,7 @@ def test_measured_tables_count_instead_of_predictions() -> None:
     assert region.tables[0][:3] == (1.0, 0.5, 0.4)
     assert region[ONE].seconds == 1.3
     assert region[BEST].split == (3, 1)
-    assert region[GIVEN].compute == 0.5
+    assert region[PLANNED].compute == 0.5
     assert region[BEST].seconds == pytest.approx(0.4, abs=1e-3)
     with pytest.raises(ValueError, match="the branches are block_a, block_b"):
         mw.compare_branches(models.Toy, models.rows(), beside(2, 2), tables={("block_c", 1): 1.0})
@@ -244,7 +244,7 @@ def test_branches_that_compare_rows_have_no_data_parallelism() -> None:
             self.block_a = nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.BatchNorm1d(models.DIM))
 
     region = mw.compare_branches(Normed, models.rows(), beside(1, 1)).regions[0]
-    assert region[DATA].note == "what a row gives depends on others: each rank runs all"
+    assert region[DATA].note == "rows depend on each other: each rank runs all rows"
     assert region[DATA].compute == pytest.approx(region[ONE].compute)
 
 
@@ -253,7 +253,7 @@ def test_a_frozen_branch_has_no_backward() -> None:
         mw.compare_branches(m, models.rows(), beside(1, 1)).regions[0] for m in (models.Toy, models.Frozen)
     )
     assert frozen.tables[1][0] < 0.5 * plain.tables[1][0]
-    assert frozen[GIVEN].traffic.calls == 1  # a join alone: what is forked wants no gradient
+    assert frozen[PLANNED].traffic.calls == 1  # a join alone: what is forked wants no gradient
 
 
 def test_each_region_of_a_stack() -> None:
@@ -286,7 +286,7 @@ def test_seconds_are_those_of_the_profile() -> None:
     """Of the product of the stem and of its backward, and of an all-reduce: as the functions have them that ``predict`` uses."""
     fast = replace(H100, host=0.0, host_backward=0.0, host_collective=0.0)
     found = mw.compare_branches(big(), one_row(), beside(1, 1), hardware=fast)
-    way = found.regions[0][GIVEN]
+    way = found.regions[0][PLANNED]
     size = 512 * 1024 * 4  # the fork's gradient; and the join's value
     fork = collective(H100, "all_reduce", size, Group(2, 2)).seconds
     join = collective(H100, "all_to_all", 2 * size, Group(2, 2)).seconds

@@ -54,6 +54,6 @@ def test_a_sender_s_bytes_are_those_of_its_send():
 
 def test_ranks_that_wait_for_each_other_are_an_error():
     broken = phases(pipeline("1f1b", 2, 1))
-    broken[0] = [p for p in broken[0] if not p.what.kind.startswith("SEND")]
+    broken[0] = [p for p in broken[0] if not p.label.kind.startswith("SEND")]
     with pytest.raises(ValueError, match="wait for each other"):
         play(broken, lambda *_: NOTHING)

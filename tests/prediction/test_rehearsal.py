@@ -89,7 +89,7 @@ def test_a_prediction_is_what_the_allocator_counts(plan, workers):
         assert memory.peak == pytest.approx(measured.memory(role.rank).peak, rel=TOLERANCE)
         assert sum(memory.items.values()) == memory.peak
         # (A run keeps the rows of the sizes that its trials recorded.)
-        assert memory.kept == pytest.approx(measured.memory(role.rank).kept, rel=0.01)
+        assert memory.persistent == pytest.approx(measured.memory(role.rank).persistent, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +166,14 @@ def test_rows_of_other_ranks_live_until_the_backward_has_ended():
     living, most, now = {}, {}, set()
     for event in trace.events:
         if isinstance(event, Began):
-            now = most[str(event.what)] = set()
+            now = most[str(event.label)] = set()
         elif isinstance(event, Allocated):
             living[event.storage] = event.nbytes
         elif isinstance(event, Freed):
             living.pop(event.storage)
-        now.update(storage for storage in living if storage not in trace.kept and living[storage] == batch[0].nbytes)
+        now.update(
+            storage for storage in living if storage not in trace.persistent and living[storage] == batch[0].nbytes
+        )
     assert most["0B0"] and not most["optimizer"]
 
 
@@ -262,7 +264,7 @@ def test_what_all_rows_share_is_not_divided(workers):
     for meta in (False, True):
         rows = {name: t.to("meta") for name, t in batch.items()} if meta else batch
         memory = memory_of(rehearse(Rehearsal(Weighed, planned, rows, loss), 0))
-        assert memory.kept == pytest.approx(measured.memory(0).kept, rel=0.001)
+        assert memory.persistent == pytest.approx(measured.memory(0).persistent, rel=0.001)
         assert memory.peak == pytest.approx(measured.memory(0).peak, rel=TOLERANCE)
 
 

@@ -120,7 +120,7 @@ def test_what_is_folded_is_what_all_blocks_take(layout, hardware):
     for role in all_of_it.roles:
         memory, expected = folded.memory(role.rank), all_of_it.memory(role.rank)
         assert memory.peak == pytest.approx(expected.peak, rel=0.005)
-        assert memory.kept == pytest.approx(expected.kept, rel=0.005)
+        assert memory.persistent == pytest.approx(expected.persistent, rel=0.005)
         assert sum(memory.items.values()) == pytest.approx(memory.peak, rel=1e-3)
         assert min(memory.items.values()) > 0
     assert folded.seconds.seconds == pytest.approx(all_of_it.seconds.seconds, rel=1e-3)
@@ -158,5 +158,5 @@ def test_templates_are_of_first_last_and_those_between():
     rehearsed = [Action(0, kind, number) for number in range(3) for kind in "FB"]
     step = [Action(0, kind, number) for number in range(5) for kind in "FB"]
     templates = Templates([(action, str(action)) for action in rehearsed])
-    assert templates.of(step)[::2] == ["0F0", "0F1", "0F1", "0F1", "0F2"]
-    assert templates.of([Action(0, "W", 0)]) == [None]
+    assert templates.for_actions(step)[::2] == ["0F0", "0F1", "0F1", "0F1", "0F2"]
+    assert templates.for_actions([Action(0, "W", 0)]) == [None]

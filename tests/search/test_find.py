@@ -265,11 +265,11 @@ def test_what_is_planned_with_more_blocks_is_planned_of_few(build, tp):
     assert len(few.more) == (2 if build is TwoKinds else 1)
     most = rehearsals._rehearsal(few.most, tp)
     for blocks in (few.base, *few.more):
-        restricted = most.of(blocks)
+        restricted = most.passing_through(blocks)
         anew = rehearsals._rehearsal(restricted.build, tp).recipe
         assert restricted.recipe.parameters == anew.parameters
         assert (restricted.recipe.units, restricted.recipe.buffers) == (anew.units, anew.buffers)
-    names = [p.name for p in most.of(few.base).recipe.parameters]
+    names = [p.name for p in most.passing_through(few.base).recipe.parameters]
     assert sum(name.endswith("up.weight") for name in names) == 2 * len(few.kinds)
 
 

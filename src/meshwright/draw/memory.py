@@ -112,7 +112,7 @@ def memory_profile(shards: ShardMap, prediction: Prediction | None = None) -> Me
 def _predicted(base: RoleMemory, prediction: Prediction, rank: int) -> RoleMemory:
     """The memory of a role with its moments, from the prediction of its rank."""
     memory = prediction.memory(rank)
-    moments = tuple(Moment(phase.what, phase.nbytes, dict(phase.items)) for phase in memory.phases)
+    moments = tuple(Moment(phase.label, phase.nbytes, dict(phase.items)) for phase in memory.phases)
     peak = max(range(len(moments)), key=lambda i: moments[i].bytes, default=-1)
     return RoleMemory(
         base.name, base.ranks, base.stage, base.at_rest, moments, peak, prediction.device_bytes(rank), _sites(memory)

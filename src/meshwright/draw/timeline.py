@@ -204,7 +204,7 @@ def _in_seconds(recipe: Recipe, schedule: Schedule, played: Played) -> Timeline:
     for rank, start, phase in played.phases:
         length = phase.spent.total.seconds
         if length > 0:
-            slots[rank].append(_slot(phase.what, start, start + length, _parts(phase.spent)))
+            slots[rank].append(_slot(phase.label, start, start + length, _parts(phase.spent)))
     transfers = [
         Transfer(
             sent.rank, recipe.stage_rank[sent.action.other], sent.start, sent.stop,

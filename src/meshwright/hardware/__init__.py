@@ -1,11 +1,12 @@
-"""What devices and links can do, by which a prediction turns work into seconds and bytes into memory.
+"""Hardware profiles: the speed and memory of devices and links. A prediction computes seconds and bytes from them.
 
-profile      Profile, Link, Curve, Estimate       a device and its links, with efficiencies by size and scatter
-collectives  collective, Group                    seconds of a collective, by algorithm and by where its ranks stand
-reader       read_profile, profiles               YAML files with units; those that ship are in profiles/
-local        calibrated_file                      where the profile of this machine is
-quantity     read_quantity, spell_quantity        "3.35 TB/s"
-calibrate    calibrate, measured_link             this machine, measured
+profile      Profile, Link, Curve, Estimate       a device and its links: rates, efficiencies by size, scatter
+collectives  collective, Group                    seconds of a collective, by algorithm and by how its ranks lie on nodes
+reader       read_profile, profiles               reads a profile from a YAML file; the files of this package are in profiles/
+local        calibrated_file                      the path of this machine's profile
+quantity     read_quantity, spell_quantity        a number with a unit as text: "3.35 TB/s"
+calibrate    calibrate                            measures the CPU of this machine
+exchange     measured_link                        measures the link between processes
 
     profile = read_profile("h100", network="roce-400")
     profile.compute(flops=2 * 4096**3, moved=3 * 2 * 4096**2, dtype="bfloat16", kind="matmul")

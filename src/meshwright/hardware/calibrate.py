@@ -1,4 +1,6 @@
-"""``calibrate``: what one process of this machine does by itself, measured.
+"""``calibrate``: measures how fast one process of this machine computes and moves bytes.
+
+``measured_link`` measures the link between processes:
 
 link = workers.run(measured_link, ranks=2)[0]
 Path("cpu-local.yaml").write_text(replace(calibrate(), node=link).text())
@@ -23,18 +25,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIDES = tuple(2**i for i in range(6, 12))
-"""Sides of the matrices that are multiplied."""
+"""Sides of the square matrices that are multiplied."""
 LENGTHS = (64, 128, 256, 512, 1024)
-"""Lengths of the sequences of the attentions."""
+"""Sequence lengths of the timed attentions."""
 SIZES = tuple(4**i * 2**12 for i in range(9))
 """Bytes of the tensors that are copied and added: 4 KiB to 256 MiB."""
 
 DTYPES = ("float32", "float64", "bfloat16")
-HEADS, WIDTH = 4, 64  # of the attentions; each also with 16 rows of shorter sequences, and 8 heads of half the width
+HEADS, WIDTH = 4, 64  # of an attention; a second shape has 16 rows, shorter sequences and 8 heads of half the width
 POOL = 2**25
-"""Bytes of the tensors that calls of one size take in turn: a step's are rarely in the nearest cache when they are read."""
-CHAIN = 100  # functions of the chain from which the host's time is taken
-CLEAR = 4  # a call counts for the peak if it takes so many times what the host does for it
+"""Total bytes of the tensors that the calls of one size use in turn. In a training step, a tensor is rarely in the nearest
+cache when it is read; a pool larger than that cache has the same effect."""
+CHAIN = 100  # number of functions in the chain that measures the host's time
+CLEAR = 4  # a call counts for the peak only if it takes at least this many times the host's time for one function
 LINK = Link(
     75e-6, 1e9, Curve(((1.0, 1.0),)), 0.5, "gloo", "not measured: the order of magnitude of gloo in one machine"
 )
@@ -49,20 +52,24 @@ def calibrate(
     rounds: int = 5,
     budget: float = 5.0,
     devices_per_node: int = 8,
-    tell: Callable[[str], None] = lambda doing: None,
+    tell: Callable[[str], None] = lambda next_measurement: None,
 ) -> Profile:
-    """A profile of this machine, in which each device is a process with as many threads as torch has here. About 20 seconds.
+    """Measures the CPU of this machine and returns its profile. Takes about 20 seconds.
 
-    What calls take includes the memory that their results are put in, as in a model's forward. The link within the node is not
-    measured, but ``LINK``, with half of it as scatter: ``measured_link`` measures it.
+    A device of the profile is a process with as many threads as torch has in this process. The time of a call includes the
+    allocation of its result, as in a model's forward. The link within the node is not measured: the profile has ``LINK``,
+    with a scatter of one half. ``measured_link`` measures the link.
 
     Args:
-        device: "cpu". GPUs are not measured here; their profiles ship.
+        device: "cpu". This function cannot measure GPUs; profiles of GPUs are part of the package.
         sides, lengths, sizes: see SIDES, LENGTHS and SIZES.
         rounds: how often each call is timed.
-        budget: seconds for each of six curves; sizes that would exceed it are left out.
-        devices_per_node: how many processes the profile's node has.
-        tell: is told what is measured next.
+        budget: seconds for each of six curves. Sizes that would exceed the budget are left out.
+        devices_per_node: number of processes on the node of the profile.
+        tell: a function that is called before each measurement, with the name of the measurement.
+
+    Raises:
+        ValueError: ``device`` is not "cpu".
     """
     if device != "cpu":
         raise ValueError(f'calibrate measures "cpu"; given {device!r}. read_profile has the profiles of GPUs')
@@ -96,7 +103,7 @@ def calibrate(
 
 
 def _machine() -> dict[str, Any]:
-    """What is known of this machine without a clock."""
+    """The fields of the profile that need no measurement."""
     import torch
 
     threads = torch.get_num_threads()
@@ -109,7 +116,7 @@ def _machine() -> dict[str, Any]:
         "context": 0,
         "per_group": 0,
         "reserve": 0.0,
-        "launch": 0.0,  # on a CPU a call begins when the host is there
+        "launch": 0.0,  # on a CPU the host itself computes, so a call begins at once
         "node": LINK,
         "network": None,
         "cores": processes_at_once(threads),
@@ -117,13 +124,13 @@ def _machine() -> dict[str, Any]:
 
 
 def processes_at_once(threads: int) -> int:
-    """How many processes of so many threads have cores of their own here; at least 1."""
+    """How many processes with ``threads`` threads each can run without sharing the cores of this machine; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // threads)
 
 
 def _host(meter: Meter) -> tuple[float, float]:
-    """Seconds of one small function under autograd: in the forward, and of its backward."""
+    """The host's seconds for one small function under autograd: (of its forward, of its backward)."""
     import torch
 
     start = torch.ones(8, 8, requires_grad=True)
@@ -140,19 +147,19 @@ def _host(meter: Meter) -> tuple[float, float]:
 
 
 def _products(dtype: str, sides: Sequence[int]) -> Calls:
-    """2·m·k·n flops: cubes, and products of four times as many rows and half the width."""
+    """Matrix products of 2·m·k·n flops, for each side s in two shapes: s × s × s, and 4s × s/2 × s/2."""
     import torch
 
     def product(m: int, k: int, n: int) -> Callable[[], object]:
         a, b = torch.randn(m, k).to(getattr(torch, dtype)), torch.randn(k, n).to(getattr(torch, dtype))
         return lambda: a @ b
 
-    for s in sides:
-        yield 2.0 * s**3, [partial(product, s, s, s), partial(product, 4 * s, s // 2, s // 2)]
+    for side in sides:
+        yield 2.0 * side**3, [partial(product, side, side, side), partial(product, 4 * side, side // 2, side // 2)]
 
 
 def _attentions(dtype: str, lengths: Sequence[int]) -> Calls:
-    """4·heads·length²·width flops."""
+    """Attentions of 4·heads·length²·width flops, in two shapes for each length."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -166,7 +173,7 @@ def _attentions(dtype: str, lengths: Sequence[int]) -> Calls:
 
 
 def _streams(sizes: Sequence[int]) -> Calls:
-    """A copy moves twice its size, an addition three times its size."""
+    """Copies, which move 2 · size bytes, and additions, which move 3 · size bytes."""
     import torch
 
     def pool(size: int) -> Iterator[Tensor]:
@@ -186,15 +193,15 @@ def _streams(sizes: Sequence[int]) -> Calls:
 
 
 def _slower(meter: Meter) -> dict[str, float]:
-    """Each function of ``functions``: its seconds for a byte over those of an addition, at least 1."""
+    """Function of ``hardware.functions`` → its seconds per byte / the seconds per byte of an addition, at least 1."""
     import torch
 
     x, y = torch.ones(ROWS, COLUMNS), torch.ones(ROWS, COLUMNS)
     plain = max(meter.seconds(lambda: x + y) - meter.host, 1e-7) / (3 * x.nbytes)
-    times: dict[str, float] = {}
-    for name, (call, taken) in calls().items():
+    factors: dict[str, float] = {}
+    for name, (call, tensors) in calls().items():
         result = call()
         results = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
-        moved = sum(t.nbytes for t in (*taken, *results))
-        times[name] = max(1.0, round((meter.seconds(call) - meter.host) / (moved * plain), 2))
-    return times
+        moved = sum(t.nbytes for t in (*tensors, *results))
+        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / (moved * plain), 2))
+    return factors

@@ -1,8 +1,8 @@
-"""Seconds of a collective: its steps and the bytes that each device sends, by algorithm (the α–β model).
+"""Seconds of a collective (the α–β model): the latency of its steps, and the time of the bytes that each device sends.
 
-The fastest algorithm counts, since NCCL picks by such a model (NVIDIA/nccl, src/graph/tuning.cc). Letters: ``n`` ranks on
-``k`` nodes, ``g`` ranks a node; ``S`` bytes; ``α`` and ``α'`` the latency of a step within a node and across nodes;
-``T(b)`` and ``T'(b)`` what the bytes ``b`` take that a device sends over its link within the node and across nodes.
+A collective takes the time of its fastest algorithm, because NCCL chooses by such a model (NVIDIA/nccl, src/graph/tuning.cc).
+Letters: ``n`` ranks on ``k`` nodes; ``g`` ranks on each node; ``S`` bytes; ``α`` and ``α'``: the latency of a step within a
+node and across nodes; ``T(b)`` and ``T'(b)``: seconds in which a device sends ``b`` bytes within its node and across nodes.
 
 | collective | algorithm | steps | bytes | where |
 | --- | --- | --- | --- | --- |
@@ -14,9 +14,9 @@ The fastest algorithm counts, since NCCL picks by such a model (NVIDIA/nccl, src
 | all-to-all | pairwise | max(3α, (k−1)α') | max(T((g−1)/n·S), T'((n−g)/n·S)) | `_pairwise` |
 | send | | α or α' | T(S) or T'(S) | `_send` |
 
-Each begins after ``Link.start``, or where the switch adds up after 25 us. Across nodes a ring, or a tree, is laid out g times,
-so that each device of a node crosses the network with 1/g of the bytes. A backend that does something else takes `Link.kinds`
-times as long.
+Every collective begins after ``Link.start``; a reduction in the switch begins after 25 us. Across nodes there are g rings,
+or g trees, so that each device of a node sends 1/g of the bytes over the network. If a backend uses another algorithm, a
+collective takes `Link.kinds` times as long.
 
 Sources: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 2005 (ring,
 pairwise exchange). Sanders, Speck, Träff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
@@ -38,11 +38,12 @@ TREE = 0.92
 """The fraction of a ring's bandwidth that a tree attains: NCCL, tuning.cc (``busBw * .92``)."""
 
 EXCHANGE = 3
-"""Steps of an all-to-all within a node, however many ranks it has. Measured: few bytes of 2, 4 and 8 devices take 9 to 13 us on
-A100, 6.5 to 7.5 on H100, 8 to 10 on B200, which is ``start`` and about three steps (ai-dynamo/aiconfigurator, nccl_perf)."""
+"""Steps of an all-to-all within a node, for any number of ranks. Measured: a small all-to-all over 2, 4 or 8 devices takes
+9 to 13 us on A100, 6.5 to 7.5 us on H100, 8 to 10 us on B200: ``start`` plus about three steps (ai-dynamo/aiconfigurator,
+nccl_perf)."""
 
 SWITCH = 25e-6
-"""Seconds of a reduction in the switch before its bytes: NCCL, tuning.cc (``hwLatencies``: NVLS and NVLSTree, NVLink)."""
+"""Seconds before a reduction in the switch sends its first byte: NCCL, tuning.cc (``hwLatencies``: NVLS, NVLSTree, NVLink)."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Group:
     """How the ranks of a collective are spread over nodes.
 
     Attributes:
-        ranks: how many there are.
-        per_node: how many of them one node holds. If ``per_node >= ranks``, one node holds all. The last node may hold fewer.
+        ranks: number of ranks.
+        per_node: number of these ranks on one node. If ``per_node >= ranks``, one node has all of them. The last node may
+            have fewer.
     """
 
     ranks: int
@@ -63,38 +65,40 @@ class Group:
 
     @property
     def here(self) -> int:
-        """How many ranks of the group a full node holds."""
+        """Number of ranks of the group on a full node."""
         return min(self.ranks, self.per_node)
 
     @property
     def nodes(self) -> int:
+        """Number of nodes that the group spans."""
         return ceil(self.ranks / self.here)
 
     @property
     def fewest(self) -> int:
-        """How many ranks the node with the fewest ranks holds: it limits the bandwidth of a ring."""
+        """Number of ranks on the node with the fewest ranks. This node limits the bandwidth of a ring."""
         return self.ranks - (self.nodes - 1) * self.here
 
 
 def neighbours(profile: Profile, ranks: int, apart: int = 1) -> Group:
-    """The group of ``ranks`` ranks in which each rank is ``apart`` ranks after the one before."""
+    """A group of ``ranks`` ranks: r, r + apart, r + 2 · apart …"""
     return Group(ranks, max(1, min(ranks, profile.devices_per_node // apart)))
 
 
 def collective(
     profile: Profile, kind: CollectiveKind, nbytes: float, group: Group, contention: float = 1.0
 ) -> Estimate:
-    """Seconds of one collective, from when its last rank enters; see above for the equations.
+    """Seconds of one collective, from the moment at which its last rank enters. The equations are in this file's docstring.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send.
-        nbytes: of the whole tensor: what is reduced, what is gathered in all, what each rank has after a broadcast; of an
-            all-to-all what one rank puts in; of a send what is sent.
-        group: for a send, the two ranks.
-        contention: how many collectives share the link at that time: each has that part of its bandwidth.
+        nbytes: bytes of the full tensor: the input of a reduction, the result of an all-gather or broadcast. For an
+            all-to-all, bytes of one rank's input. For a send, bytes that are sent.
+        group: the ranks of the collective; for a send, two.
+        contention: number of collectives that share the link at the same time. Each has an equal part of the bandwidth.
 
-    Raises ValueError if the group spans several nodes and the profile has no network, or if the group has more ranks on a
-    node than the node has devices.
+    Raises:
+        ValueError: the group spans several nodes and the profile has no network; or the group has more ranks on a node than
+            the node has devices; or ``contention`` is below 1.
     """
     if group.ranks == 1:
         return NOTHING
@@ -106,15 +110,16 @@ def collective(
         raise ValueError(f"at least one collective uses the link; given {contention}")
     wires = _Wires(profile, group, contention)
     fastest = min(
-        (way(wires, kind, nbytes) for way in _ways(profile, kind, group)), key=lambda estimate: estimate.seconds
+        (algorithm(wires, kind, nbytes) for algorithm in _algorithms(profile, kind, group)),
+        key=lambda estimate: estimate.seconds,
     )
-    times = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
-    return fastest if times == 1.0 else times * fastest
+    factor = (wires.network if group.nodes > 1 else wires.node).kinds.get(kind, 1.0)
+    return fastest if factor == 1.0 else factor * fastest
 
 
 @dataclass(frozen=True)
 class _Wires:
-    """The links of a group: within a node, and across nodes."""
+    """The links that a group uses, within a node and across nodes, and their speed under contention."""
 
     profile: Profile
     group: Group
@@ -129,32 +134,39 @@ class _Wires:
         return self.profile.network or self.profile.node
 
     def within(self, sent: float, rate: float = 1.0) -> float:
-        """T: seconds for the bytes that a device sends to others of its node; 0 if the group has one rank on the node."""
+        """T: seconds in which a device sends ``sent`` bytes within its node; 0 if the group has one rank on each node.
+
+        ``rate``: the fraction of the link's bandwidth that the algorithm attains.
+        """
         ranks_on_node = self.group.here
-        used = (
+        fraction_of_wires = (
             (ranks_on_node - 1) / (self.profile.devices_per_node - 1) if self.node.mesh and ranks_on_node > 1 else 1.0
         )
-        return self.node.seconds(sent, rate * used / self.contention) if ranks_on_node > 1 else 0.0
+        return self.node.seconds(sent, rate * fraction_of_wires / self.contention) if ranks_on_node > 1 else 0.0
 
     def across(self, sent: float, rate: float = 1.0) -> float:
-        """T': seconds for the bytes that a device sends to other nodes; 0 if the group is on one node."""
+        """T': seconds in which a device sends ``sent`` bytes to other nodes; 0 if the group is on one node."""
         return self.network.seconds(sent, rate / self.contention) if self.group.nodes > 1 else 0.0
 
     @property
     def start(self) -> float:
+        """Seconds before the first byte leaves."""
         return max(self.node.start * (self.group.here > 1), self.network.start * (self.group.nodes > 1))
 
     def estimate(self, latency: float, within: float, across: float) -> Estimate:
-        """The latency, and the longer of both kinds of bytes, which flow at the same time; its link's scatter."""
+        """The latency plus the larger of ``within`` and ``across``, since both links send at the same time.
+
+        The scatter is that of the link that takes longer.
+        """
         crossing = self.group.nodes > 1 and (across >= within or self.group.here == 1)
         return Estimate(latency + max(within, across), (self.network if crossing else self.node).scatter)
 
 
 def _ring(wires: _Wires, kind: str, size: float) -> Estimate:
-    """Each rank sends to the next, and its part of the bytes goes round: once, or for an all-reduce twice.
+    """Ring: each rank sends to the next rank, and its part of the bytes passes all ranks once, in an all-reduce twice.
 
-    An all-reduce is a reduce-scatter and an all-gather: 2(n−1) steps of S/n bytes. A broadcast sends all bytes, in pieces
-    that follow each other.
+    An all-reduce is a reduce-scatter followed by an all-gather: 2(n−1) steps of S/n bytes. A broadcast sends all bytes, in
+    small pieces that follow each other (pipelined).
     """
     group = wires.group
     n, k, g = group.ranks, group.nodes, group.fewest
@@ -165,10 +177,12 @@ def _ring(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
-    """Two binary trees over the nodes, in which each node is inner in one and a leaf in the other, each with half the bytes.
+    """Two binary trees over the nodes, each for half of the bytes.
 
-    A node sends at most 2S, S on two nodes (Sanders et al.); within it a chain goes up and down. Steps grow with the
-    logarithm of the nodes, where those of a ring grow with the ranks: it is for few bytes, and for two nodes.
+    Each node is an inner node of one tree and a leaf of the other. A node sends at most 2S bytes, and S bytes if there are
+    two nodes (Sanders et al.). Within a node, a chain of devices goes up and down. The number of steps grows with the
+    logarithm of the number of nodes; in a ring it grows with the number of ranks. So a tree is fast for few bytes, and for
+    two nodes.
     """
     group = wires.group
     k, g = group.nodes, group.fewest
@@ -177,7 +191,9 @@ def _tree(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
-    """The switch of a node adds up (NVLink SHARP): a device sends S to it, and S/g of the sum to all; across nodes two trees.
+    """The switch of a node adds (NVLink SHARP); across nodes there are two trees.
+
+    A device sends S bytes to the switch, and S/g bytes of the sum to all devices.
 
     Klenk et al.: An In-Network Architecture for Accelerating Shared-Memory Multiprocessor Collectives, ISCA 2020; NCCL's NVLS
     and NVLSTree.
@@ -190,7 +206,7 @@ def _in_switch(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _pairwise(wires: _Wires, kind: str, size: float) -> Estimate:
-    """Each rank sends each other one its part, S/n: at once within a node, node by node across nodes."""
+    """Each rank sends S/n bytes to each other rank: at the same time within a node, node after node across nodes."""
     group = wires.group
     n, k, ranks_on_node = group.ranks, group.nodes, group.here
     latency = wires.start + max(EXCHANGE * wires.node.latency * (ranks_on_node > 1), (k - 1) * wires.network.latency)
@@ -200,28 +216,30 @@ def _pairwise(wires: _Wires, kind: str, size: float) -> Estimate:
 
 
 def _send(wires: _Wires, kind: str, size: float) -> Estimate:
-    """From one rank to another: one step."""
+    """A send from one rank to another: one step."""
     across = wires.group.nodes > 1
     latency = wires.start + (wires.network if across else wires.node).latency
     return wires.estimate(latency, wires.within(size), wires.across(size))
 
 
 def _levels(nodes: int) -> int:
-    """Levels of a binary tree over the nodes."""
+    """Number of levels of a binary tree over the nodes."""
     return ceil(log2(nodes))
 
 
-def _ways(profile: Profile, kind: CollectiveKind, group: Group) -> Sequence[Callable[[_Wires, str, float], Estimate]]:
-    """The algorithms of a collective."""
+def _algorithms(
+    profile: Profile, kind: CollectiveKind, group: Group
+) -> Sequence[Callable[[_Wires, str, float], Estimate]]:
+    """The algorithms that can run a collective."""
     if kind == "send":
         return [_send]
     if kind == "all_to_all":
         return [_pairwise]
     if kind != "all_reduce":
         return [_ring]
-    ways = [_ring]
+    algorithms = [_ring]
     if group.nodes > 1:
-        ways.append(_tree)
+        algorithms.append(_tree)
     if profile.node.in_switch > 0 and group.here > 1:
-        ways.append(_in_switch)
-    return ways
+        algorithms.append(_in_switch)
+    return algorithms

@@ -1,8 +1,9 @@
-"""``measured_link``: the link between the ranks of a group, measured by them.
+"""``measured_link``: the ranks of a group measure the link between them.
 
-Between processes of one machine bytes are moved by its cores: what a collective takes is what each process computes for it,
-its backend's threads among them. So the clock is that of the process, which stands while the process waits: what else runs on
-the machine is not the link's. Ranks that share cores take so much each (``play``: T₁ / cores).
+Between processes of one machine, the cores move the bytes. So the time of a collective is the CPU time that each process
+spends on it, including the threads of its backend. The clock is therefore CPU time of the process: it stops while the
+process waits, and other programs on the machine do not count. If ranks share cores, each rank needs this time on a core
+(``play``: T₁ / cores).
 """
 
 from __future__ import annotations
@@ -21,26 +22,29 @@ from meshwright.hardware.profile import Link
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-CALLS = 4  # collectives that are timed at once
+CALLS = 4  # number of collectives between two readings of the clock
 MESSAGES = (4, *(4**i * 2**12 for i in range(7)))
-"""Bytes of the all-reduces: 4 B, and 4 KiB to 16 MiB."""
+"""Bytes of the timed all-reduces: 4 B, and 4 KiB to 16 MiB."""
 
 
 def measured_link(
     group: dist.ProcessGroup | None = None, *, sizes: Sequence[int] = MESSAGES, rounds: int = 9, name: str = "gloo"
 ) -> Link:
-    """The link between the ranks of a group, from all-reduces of growing size. Every rank of it calls this, and has the same.
+    """Measures the link between the ranks of a group with all-reduces of growing size.
 
-    The smallest all-reduce is 2(n−1) steps of the latency and nothing else; what a larger one takes longer is its
-    2(n−1)/n · S bytes (a ring). So it holds for groups of about this size, on this many processes. What all-gathers and
-    reduce-scatters take is compared with what the link says of a ring (`Link.kinds`).
+    Collective: every rank of the group calls this function, and all get equal links. The smallest all-reduce takes 2(n−1)
+    times the latency; a larger one takes in addition the time of 2(n−1)/n · S bytes (a ring). So the link is right for
+    groups of about this number of ranks. All-gathers and reduce-scatters are timed too: `Link.kinds` is the ratio between
+    their time and the time of a ring over this link.
 
     Args:
-        group: default all ranks.
-        sizes: bytes, from small to large; the first is for the latency.
-        rounds: how often each is timed, after one that warms up.
+        group: default: all ranks.
+        sizes: bytes of the all-reduces, from small to large. The first one measures the latency.
+        rounds: how often each all-reduce is timed, after one warm-up round.
+        name: name of the link.
 
-    Raises ValueError where the group is one rank.
+    Raises:
+        ValueError: the group has one rank.
     """
     import torch
     import torch.distributed as dist
@@ -69,7 +73,7 @@ def measured_link(
 
 
 def _times(link: Link, kind: str, sizes: Sequence[int], group: dist.ProcessGroup | None, rounds: int) -> float:
-    """How many times as long a collective takes as a ring over the link would: over sizes, the geometric mean."""
+    """Measured seconds of a collective / seconds of a ring over the link: the geometric mean over ``sizes`` and ranks."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +87,10 @@ def _times(link: Link, kind: str, sizes: Sequence[int], group: dist.ProcessGroup
 
 
 def _seconds(kind: str, elements: int, group: dist.ProcessGroup | None, rounds: int) -> list[float]:
-    """Seconds of this process for each of some collectives of so many float32, which all ranks begin together."""
+    """This process's CPU seconds for one collective over ``elements`` float32, for each of ``rounds`` rounds.
+
+    A barrier before each round lets all ranks begin together. A warm-up round is left out.
+    """
     import torch
     import torch.distributed as dist
 

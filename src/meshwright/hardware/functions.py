@@ -1,8 +1,8 @@
-"""Functions of ATen whose time does not follow from the bytes that they move alone, each with a call by which it is timed.
+"""ATen functions that take longer than a copy of as many bytes, and for each a call that times it.
 
-Most functions move bytes as fast as a copy does. Those that are named here compute more for each element (``exp``), reduce
-(``mean``), look up, or draw. `Profile.slower` says how many times as long they take; a trace keeps their names as their kind of
-work.
+Most functions move bytes as fast as a copy does. The functions in this file compute more for each element (``exp``), reduce
+(``mean``), look up rows, or draw random numbers. `Profile.slower` says how many times as long they take. A trace has the name
+of such a function as its kind of work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS, WIDTH = 1024, 256  # of the tensors that functions are timed with
+ROWS, WIDTH = 1024, 256  # shape of the tensors in the timed calls
 POINTWISE = frozenset("exp log sqrt rsqrt tanh sigmoid silu gelu erf cos sin pow where gt eq masked_fill".split())
 REDUCING = frozenset("mean sum amax _softmax _log_softmax native_layer_norm cumsum linalg_vector_norm".split())
 BACKWARDS = frozenset(
@@ -24,11 +24,11 @@ BACKWARDS = frozenset(
 UPDATES = frozenset("addcmul_ addcdiv_ lerp_".split())
 DRAWS = frozenset("bernoulli_ native_dropout".split())
 OWN_RATE = POINTWISE | REDUCING | BACKWARDS | UPDATES | DRAWS
-"""The names, without their namespace."""
+"""Names of all these functions, without their namespace."""
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
-    """Name of a function → (a call that times it, the tensors among its arguments)."""
+    """Name of a function → (a call of it, the tensors among the arguments of this call)."""
     import torch
 
     ops = torch.ops.aten

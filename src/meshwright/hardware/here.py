@@ -1,4 +1,4 @@
-"""The profile of the devices of this machine: of a GPU by its name, of the CPU as ``meshwright calibrate`` measured it."""
+"""The profile of this machine's devices: for a GPU by its name, for a CPU the file that ``meshwright calibrate`` wrote."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ GPUS = {
     "mi300x": r"MI300X$",
     "v100": r"V100-SXM[23]",
 }
-"""Name of a profile that ships → the names that torch has for its GPUs. Cards of other forms have other links."""
+"""Name of a profile of this package → a pattern of the names that torch has for its GPUs. The patterns leave out PCIe cards,
+because their links differ."""
 
 
 def profile_here(device: str) -> Profile:
-    """The profile of this machine's devices of a type, ``cpu`` or ``cuda``; of a GPU with the memory that it has.
+    """The profile of this machine's devices.
+
+    Args:
+        device: ``cpu`` or ``cuda``. The profile of a GPU has the memory size that the driver reports.
 
     Raises:
-        PlanError: the CPU has not been measured, or no profile ships for the GPU.
+        PlanError: the CPU has not been measured, or the package has no profile of the GPU.
     """
     if device == "cuda":
         import torch
@@ -46,7 +50,11 @@ def profile_here(device: str) -> Profile:
 
 
 def profile_of_gpu(name: str) -> Profile:
-    """The profile of a GPU by torch's name for it, such as ``NVIDIA H100 80GB HBM3``. Raises PlanError if none ships."""
+    """The profile of a GPU. ``name``: torch's name of the GPU, such as ``NVIDIA H100 80GB HBM3``.
+
+    Raises:
+        PlanError: the package has no profile of this GPU.
+    """
     for profile, pattern in GPUS.items():
         if re.search(pattern, name):
             return read_profile(profile)

@@ -1,4 +1,4 @@
-"""Where the profile of this machine is, which ``meshwright calibrate`` measures."""
+"""The file with this machine's profile, which ``meshwright calibrate`` writes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ CPU_LOCAL = "cpu-local"
 
 
 def calibrated_file() -> Path:
-    """The file of the profile named ``cpu-local``, whether it has been written or not.
+    """The path of the profile ``cpu-local``. The file may not exist yet.
 
-    ``$XDG_CONFIG_HOME/meshwright/cpu-local.yaml``; without that variable, ``~/.config/meshwright/cpu-local.yaml`` (XDG Base
-    Directory Specification 0.8: a relative path in the variable counts as none).
+    ``$XDG_CONFIG_HOME/meshwright/cpu-local.yaml``. If the variable is unset or is a relative path,
+    ``~/.config/meshwright/cpu-local.yaml`` (XDG Base Directory Specification 0.8).
     """
     config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     folder = config if config.is_absolute() else Path.home() / ".config"
@@ -21,12 +21,12 @@ def calibrated_file() -> Path:
 
 
 def keep_profile(text: str, file: Path) -> None:
-    """Writes a profile to a file, whole or not at all; its folder is made.
+    """Writes the text of a profile to a file atomically. Creates the folder of the file.
 
     Raises:
         OSError: the folder or the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)

@@ -1,8 +1,9 @@
-"""Timing calls, and what a curve makes of it.
+"""``Meter``: times calls of growing size, and makes an efficiency curve from their times.
 
-A curve is made of calls of growing size. The highest rate of them is the peak, and each call's rate over it the efficiency of
-its size. The clock is that of the measuring thread, which stands while the thread waits for a core: what else runs on the
-machine is not its rate. Memory bandwidth and caches are shared with it all the same.
+The highest rate of all calls is the peak; the efficiency of a size is its call's rate divided by the peak. The clock is CPU
+time
+of the measuring thread: it stops while the thread waits for a core, so that other programs on the machine count less. They
+still share memory bandwidth and caches with the measurement.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from typing import TypeAlias
 from meshwright.hardware.profile import Curve
 
 Calls: TypeAlias = Iterable[tuple[float, list[Callable[[], Callable[[], object]]]]]
-"""Sizes from small to large, each with what makes a call of this size, for each shape that has it. They are made when it is
-their turn, since the largest take memory."""
+"""(size, factories of calls) from small to large sizes. A factory makes a call of this size; there is one for each shape.
+It is called just before its call is timed, because the tensors of the largest calls need much memory."""
 
-ROUND = 2e-4  # seconds that a round takes at least: short calls are repeated
-LEAST = 0.02  # scatter that is assumed in any case
+ROUND = 2e-4  # least seconds of a round: a short call is repeated within a round
+LEAST = 0.02  # lower bound of the scatter
 
 
 @dataclass
 class Meter:
-    """Times calls, and keeps how much they scatter.
+    """Times calls, and records how much their times scatter.
 
     Attributes:
         rounds: how often each call is timed.
-        budget: seconds for one curve; sizes that would exceed it are left out.
-        host: seconds of a call that are not the device's, since a profile counts them by themselves.
+        budget: seconds for one curve. Sizes that would exceed the budget are left out.
+        host: the host's seconds of a call. They are subtracted, because a profile has them as a field of its own.
     """
 
     rounds: int
     budget: float
     host: float = 0.0
-    repeats: list[float] = field(default_factory=list)  # relative deviations of one call
-    shapes: list[float] = field(default_factory=list)  # and of calls of the same size in another shape
+    repeats: list[float] = field(default_factory=list)  # relative deviations between rounds of one call
+    shapes: list[float] = field(default_factory=list)  # relative deviations between calls of one size in two shapes
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The median of some rounds, after a call that warms up."""
+        """Seconds of one call: the median of all rounds, after a warm-up call."""
         run()
         calls = max(1, int(ROUND / max(timed(run, 1), 1e-7)))
         times = [timed(run, calls) for _ in range(self.rounds)]
@@ -51,7 +52,7 @@ class Meter:
         return statistics.median(times)
 
     def points(self, sizes: Calls) -> list[tuple[float, float]]:
-        """(size, seconds) of growing sizes, each the mean of its shapes, but for those that would exceed the budget."""
+        """(size, the mean of the seconds over its shapes) of each size, until the budget is spent."""
         points: list[tuple[float, float]] = []
         until = time.perf_counter() + self.budget
         for size, shapes in sizes:
@@ -68,13 +69,16 @@ class Meter:
 
     @property
     def scatter(self) -> float:
-        """Of repeated calls, and of calls of the same size in another shape, which a curve cannot tell apart."""
+        """The relative deviation of all calls so far: between rounds, and between shapes of one size.
+
+        A curve has one efficiency for each size, so shapes of one size cannot be told apart.
+        """
         shape = statistics.mean(d**2 for d in self.shapes) ** 0.5 if self.shapes else 0.0
         return round(min(1.0, max(LEAST, hypot(statistics.median(self.repeats), shape))), 3)
 
 
 def timed(run: Callable[[], object], calls: int) -> float:
-    """Seconds of this thread for one call, of some."""
+    """CPU seconds of this thread for one call: the mean of ``calls`` calls."""
     began = time.thread_time()
     for _ in range(calls):
         run()
@@ -82,22 +86,26 @@ def timed(run: Callable[[], object], calls: int) -> float:
 
 
 def deviation(times: Sequence[float]) -> float:
-    """The relative standard deviation, from the median of the deviations, which one outlier does not move."""
+    """The relative standard deviation of times, estimated from the median absolute deviation, which outliers hardly change."""
     middle = statistics.median(times)
     return 1.4826 * statistics.median(abs(t - middle) for t in times) / middle if middle else 0.0
 
 
 def steady(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points in the order of their sizes; none takes longer than a larger one, since disturbances only add time."""
+    """The points sorted by size. Seconds are lowered so that no size takes longer than a larger one.
+
+    Disturbances can only add time, so the smaller of both times is the better one.
+    """
     ordered = sorted(points)
     least = list(accumulate((seconds for _, seconds in reversed(ordered)), min))[::-1]
     return [(size, seconds) for (size, _), seconds in zip(ordered, least, strict=True)]
 
 
 def rate(points: Sequence[tuple[float, float]], least: float = 0.0) -> float:
-    """The highest rate of calls that take so many seconds at least; of shorter ones too much is the host's.
+    """The highest size / seconds of all points with at least ``least`` seconds: in a shorter call the host takes too much.
 
-    Its digits are rounded down: the call that has this rate attains all of it.
+    If no point takes so long, the rate of the largest size. The rate is rounded down to four digits, so that the fastest call
+    attains all of it (efficiency 1).
     """
     ordered = steady(points)
     clear = [(size, seconds) for size, seconds in ordered if seconds >= least] or ordered[-1:]
@@ -106,10 +114,10 @@ def rate(points: Sequence[tuple[float, float]], least: float = 0.0) -> float:
 
 
 def curve(points: Sequence[tuple[float, float]], peak: float) -> Curve:
-    """What each size attains of a peak."""
+    """The efficiency of each size: its rate as a fraction of ``peak``, at most 1."""
     return Curve(tuple((size, short(min(1.0, size / seconds / peak))) for size, seconds in steady(points)))
 
 
 def short(value: float) -> float:
-    """With the digits that a measurement has."""
+    """The value rounded to four significant digits."""
     return float(f"{value:.4g}")

@@ -1,14 +1,14 @@
-"""``Profile``: what a prediction knows of a device and of the links between devices, as values.
+"""``Profile``: the rates, sizes and latencies of a device and its links, from which a prediction computes seconds and bytes.
 
-| what | equation | where |
+| quantity | equation | function |
 | --- | --- | --- |
-| efficiency of a size | log e linear in log(size) | `Curve.at` |
+| efficiency at a size | log e is linear in log(size) | `Curve.at` |
 | seconds of a call | max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch) | `Profile.compute` |
 | seconds of bytes over a link | bytes / (bandwidth · e(bytes)) | `Link.seconds` |
-| seconds of a collective | by algorithm | `meshwright.hardware.collectives` |
+| seconds of a collective | one for each algorithm | `meshwright.hardware.collectives` |
 | interval of a prediction | mean / (1 + 2 scatter) to mean · (1 + 2 scatter) | `Estimate` |
 
-A profile is read from a YAML file (``read_profile``) or measured (``calibrate``); `Profile.text` is such a file.
+``read_profile`` reads a profile from a YAML file, ``calibrate`` measures one, and `Profile.text` writes one as YAML.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TypeAlias
 from meshwright.hardware.text import profile_text
 
 Work: TypeAlias = str
-"""``matmul``, ``attention`` (fused), or anything else: ``other``, or the name of a function of ATen whose time does not follow
-from its bytes alone (``hardware.functions``)."""
+"""The kind of a call: ``matmul``; ``attention`` (fused); the name of an ATen function that is slower than a copy of as many
+bytes (``hardware.functions``); or ``other``."""
 
 _HALF, _SINGLE = ("bfloat16", "float16"), ("float32", "tfloat32", "float64")
 _NEAREST = {
@@ -38,12 +38,13 @@ _NEAREST = {
 
 @dataclass(frozen=True)
 class Curve:
-    """An efficiency, a fraction of a peak, by size.
+    """The efficiency of calls, as a fraction of a peak rate, by their size (flops or bytes).
 
     Attributes:
-        points: (size, efficiency) with growing sizes above 0 and efficiencies in (0, 1]; at least one.
+        points: at least one (size, efficiency). Sizes are above 0 and grow; efficiencies are above 0 and at most 1.
 
-    Raises ValueError where the points are not that.
+    Raises:
+        ValueError: the points are not so.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -56,23 +57,24 @@ class Curve:
             raise ValueError(f"an efficiency is above 0 and at most 1; given {wrong[0]}")
 
     def at(self, size: float) -> float:
-        """The efficiency at a size: its logarithm is linear in log(size) between points; beyond them that of the nearest end.
+        """The efficiency e at a size: log e is linear in log(size) between points, and constant beyond the first and last.
 
-        So size / e, the time of a call, is a power of the size between two points, and grows wherever it grows from point to
-        point. (Were e itself linear in log(size), a call of few bytes would take longer than one of more: there the time is
-        nearly the same, and e nearly proportional to the size.)
+        So size / e, to which the time of a call is proportional, is a power of the size between two points. If it grows from
+        one point to the next, it grows between them. (For small sizes, the time is nearly constant and e is nearly
+        proportional to the size. If e itself were linear in log(size), a smaller call could take longer than a larger one.)
 
         >>> round(Curve(((10.0, 0.2), (1000.0, 0.8))).at(100.0), 6)
         0.4
         """
-        (left, low), *rest = self.points
-        if size <= left:
-            return low
-        for right, high in rest:
-            if size <= right:
-                return low * (high / low) ** (log(size / left) / log(right / left))
-            left, low = right, high
-        return low
+        (smaller, smaller_efficiency), *rest = self.points
+        if size <= smaller:
+            return smaller_efficiency
+        for larger, efficiency in rest:
+            if size <= larger:
+                position = log(size / smaller) / log(larger / smaller)  # from 0 at the smaller point to 1 at the larger
+                return smaller_efficiency * (efficiency / smaller_efficiency) ** position
+            smaller, smaller_efficiency = larger, efficiency
+        return smaller_efficiency
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        """The lower end of the interval: mean / (1 + 2 scatter). About 19 in 20 where the logarithm is normal."""
+        """The lower end of the interval: mean / (1 + 2 scatter).
+
+        If the logarithm of the seconds is normally distributed, about 19 of 20 values are in the interval.
+        """
         return self.seconds / (1 + 2 * self.scatter)
 
     @property
@@ -98,13 +103,13 @@ class Estimate:
         return self.seconds * (1 + 2 * self.scatter)
 
     def __add__(self, other: Estimate) -> Estimate:
-        """The sum. Absolute deviations add up, too: terms that rest on the same constants of a profile err together."""
+        """The sum. Standard deviations are added too, since terms from the same numbers of a profile have the same error."""
         seconds = self.seconds + other.seconds
         deviation = self.seconds * self.scatter + other.seconds * other.scatter
         return Estimate(seconds, deviation / seconds if seconds else 0.0)
 
-    def __mul__(self, times: float) -> Estimate:
-        return Estimate(self.seconds * times, self.scatter)
+    def __mul__(self, factor: float) -> Estimate:
+        return Estimate(self.seconds * factor, self.scatter)
 
     __rmul__ = __mul__
 
@@ -119,21 +124,21 @@ NOTHING = Estimate(0.0)
 
 @dataclass(frozen=True)
 class Link:
-    """How devices reach each other: within a node, or across nodes.
+    """The connection between the devices of a node, or between nodes.
 
     Attributes:
-        latency: seconds that each step of a collective takes, from one device to the next, however few its bytes are.
-        bandwidth: bytes that one device sends a second, in one direction, over all its ports.
-        efficiency: which fraction of the bandwidth a device attains, by the bytes that it sends in one collective.
-        scatter: relative standard deviation of what the link takes.
-        name, source: for a person: which link, and where its numbers are from.
+        latency: seconds that each step of a collective takes, from one device to the next, in addition to its bytes.
+        bandwidth: bytes per second that one device sends, in one direction, over all its ports.
+        efficiency: the fraction of the bandwidth that a device attains, by the bytes that it sends in one collective.
+        scatter: relative standard deviation of the seconds that the link takes.
+        name, source: for the reader of the profile: the name of the link, and the source of its numbers.
         start: seconds before the first byte of a collective leaves: the launch of its kernel, its first handshake.
-        in_switch: the efficiency of an all-reduce that the switch adds up (NVLink SHARP), as a fraction of ``efficiency``;
-            0 where the switch cannot.
-        mesh: the bandwidth is that of wires to each other device of the node, with no switch between: r of d devices use
-            (r − 1)/(d − 1) of it.
-        kinds: collective → how many times as long it takes as its algorithm says, where a backend does something else: gloo
-            has an all-reduce in place of a reduce-scatter. Default: 1.
+        in_switch: efficiency of an all-reduce that the switch adds (NVLink SHARP), as a fraction of ``efficiency``; 0 if the
+            switch cannot add.
+        mesh: True if each device has a wire to each other device of the node, without a switch. A group of r of d devices
+            then uses (r − 1)/(d − 1) of the bandwidth.
+        kinds: collective → its seconds / the seconds of its algorithm, if a backend uses another algorithm: gloo runs an
+            all-reduce in place of a reduce-scatter. Default: 1.
     """
 
     latency: float
@@ -148,45 +153,48 @@ class Link:
     kinds: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def seconds(self, sent: float, share: float = 1.0) -> float:
-        """bytes / (share · bandwidth · e(bytes)): what the bytes that one device sends take, without latency."""
+        """bytes / (share · bandwidth · e(bytes)): seconds in which one device sends ``sent`` bytes, without latency."""
         return sent / (share * self.bandwidth * self.efficiency.at(sent)) if sent > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A device, its host, and its links.
+    """The numbers of a device, its host and its links.
 
     Attributes:
-        name: as ``read_profile`` takes it.
-        source: where the numbers are from.
-        date: when they were put together, as 2026-11-23.
-        notes: for a person; the first line says what it is.
-        memory: bytes of a device, as its driver gives them to a program.
-        context: bytes of those that a process takes besides its tensors: the driver's context, libraries, workspaces.
-        per_group: bytes that each communicator (NCCL) takes.
-        reserve: fraction by which an allocator holds more than what is alive at the peak.
-        peak: type → flops a second of a device, dense, as its data sheet has them.
-        matmul, attention: type → which fraction of the peak a product, or a fused attention, attains, by its flops.
-        bandwidth: bytes of its memory that a device reads and writes a second.
-        streaming: which fraction of the bandwidth a call attains, by the bytes that it reads and writes.
-        launch: seconds that a call takes on the device at least.
-        host, host_backward: seconds that the host takes for one torch function in a forward of eager PyTorch with autograd,
-            and for its part of the backward.
-        devices_per_node: how many devices a node has.
+        name: the name that ``read_profile`` takes.
+        source: the source of the numbers.
+        date: the day on which the profile was written, as 2026-11-23.
+        notes: text for the reader. The first line describes the hardware.
+        memory: bytes of a device that a program can use.
+        context: bytes of ``memory`` that a process takes besides its tensors: the driver's context, libraries, workspaces.
+        per_group: bytes of each communicator (NCCL).
+        reserve: bytes that an allocator holds beyond those that live at the peak, as a fraction of them.
+        peak: dtype → flops per second of a device, dense, from its data sheet.
+        matmul, attention: dtype → the fraction of the peak that a matrix product, or a fused attention, attains, by its
+            flops.
+        bandwidth: bytes of its memory that a device reads and writes per second.
+        streaming: the fraction of the bandwidth that a call attains, by the bytes that it reads and writes.
+        launch: least seconds of a call on the device.
+        host, host_backward: seconds of the host for one torch function in a forward of eager PyTorch with autograd, and for
+            its part of the backward.
+        devices_per_node: number of devices of a node.
         node: the link within a node.
-        network: the link across nodes, of one device; None where there is none.
+        network: the link of one device across nodes; None if there is none.
         scatter: relative standard deviation of ``compute``.
-        cores: how many devices of a node compute at once, where they share its cores (processes on CPUs); 0: all of them.
-        host_collective: seconds that the host takes to call a collective, where that is not within its link's latency.
-        host_unit: the same for a gather or a reduction of parameters, with the hooks of FSDP2 that ask for it; 0: as any other.
-        host_update: seconds of the host for a function of clipping or of the optimizer; 0: as any other function.
-        host_sharded: seconds of the host for a function of clipping or of the optimizer where parameters are DTensors; 0:
+        cores: number of devices of a node that can compute at the same time, if devices are processes that share cores; 0:
+            all of them.
+        host_collective: seconds of the host for the call of a collective; 0 if the latency of the link includes them.
+        host_unit: seconds of the host for a gather or a reduction of parameters, with the FSDP2 hooks that call it; 0:
+            ``host_collective``.
+        host_update: seconds of the host for a function of clipping or of the optimizer; 0: ``host``.
+        host_sharded: seconds of the host for a function of clipping or of the optimizer if parameters are DTensors; 0:
             ``host_update``.
-        job_call, job_step, job_action: seconds that a job adds on the host to a torch function of a forward over tp that is not
-            replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
-        contention: how much longer functions take while a collective runs beside them, as a fraction: it takes multiprocessors,
-            memory bandwidth and power.
-        slower: function of ATen → how many times as long it takes as another that moves as many bytes.
+        job_call, job_step, job_action: seconds of the host that a job adds to a torch function of a forward over tp that is
+            not replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
+        contention: how much longer functions take while a collective runs at the same time, as a fraction. The collective
+            takes multiprocessors, memory bandwidth and power.
+        slower: ATen function → its seconds / the seconds of a copy of as many bytes.
     """
 
     name: str
@@ -221,46 +229,47 @@ class Profile:
     slower: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def compute(self, flops: float, moved: float, dtype: str, kind: Work) -> Estimate:
-        """What one call takes on the device: max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch).
+        """Seconds of one call on the device: max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch).
 
-        The roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009) with efficiencies by size (Isaev et al.:
-        Calculon, SC 2023), and a launch, which bounds small calls.
+        This is the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009), with efficiencies by size (Isaev et
+        al.: Calculon, SC 2023), and with a launch time, which is a lower bound for small calls.
 
         Args:
-            flops: floating-point operations that the call does; of a causal attention those that are not masked.
-            moved: bytes that it reads and writes.
-            dtype: the type it computes in, as torch names it, or ``tfloat32``. One that the profile lacks is taken to be as
-                efficient as the nearest one that it has, in calls of the same time at peak, with twice the scatter.
-            kind: "matmul", "attention" (fused), or anything else, at the peak of float32 without a curve, since tensor cores do
-                not compute it: "other", or the name of a function that may be ``slower``.
+            flops: floating-point operations of the call; of a causal attention, those that are not masked.
+            moved: bytes that the call reads and writes.
+            dtype: the dtype of the computation, as torch names it, or ``tfloat32``. If the profile lacks it, the nearest
+                dtype of the profile gives the efficiency, at the size that takes as long at peak, and the scatter is
+                doubled.
+            kind: see `Work`. Calls other than "matmul" and "attention" have the peak of float32 and no curve of efficiency,
+                since tensor cores do not compute them.
         """
-        busy, known = self._arithmetic(flops, dtype, kind)
+        arithmetic, known = self._arithmetic(flops, dtype, kind)
         streamed = moved / (self.bandwidth * self.streaming.at(moved)) if moved > 0 else 0.0
         streamed *= self.slower.get(kind, 1.0)
-        return Estimate(max(busy, streamed, self.launch), self.scatter * (1 if known else 2))
+        return Estimate(max(arithmetic, streamed, self.launch), self.scatter * (1 if known else 2))
 
     def _arithmetic(self, flops: float, dtype: str, kind: Work) -> tuple[float, bool]:
-        """flops / (peak · e(flops)), and whether the profile has the type."""
+        """(flops / (peak · e(flops)), whether the profile has the dtype)."""
         if kind not in ("matmul", "attention"):
             return flops / self.peak[nearest_dtype("float32", self.peak)], True
         curves = self.matmul if kind == "matmul" else self.attention
-        rated = nearest_dtype(dtype, self.peak)
-        measured = nearest_dtype(rated, curves)
-        peak = self.peak[rated]
-        efficiency = curves[measured].at(flops * self.peak[measured] / peak)
-        return flops / (peak * efficiency), rated == dtype == measured
+        peak_dtype = nearest_dtype(dtype, self.peak)
+        curve_dtype = nearest_dtype(peak_dtype, curves)
+        peak = self.peak[peak_dtype]
+        efficiency = curves[curve_dtype].at(flops * self.peak[curve_dtype] / peak)
+        return flops / (peak * efficiency), peak_dtype == dtype == curve_dtype
 
     def update(self, *, sharded: bool) -> float:
-        """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: parameters are DTensors."""
+        """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: whether parameters are DTensors."""
         return (sharded and self.host_sharded) or self.host_update or self.host
 
     def text(self) -> str:
-        """The profile as a YAML file. ``read_profile`` reads it as an equal profile, if its links have names."""
+        """The profile as YAML. If its links have names, ``read_profile`` reads an equal profile from it."""
         return profile_text(self)
 
 
 def nearest_dtype(dtype: str, known: Iterable[str]) -> str:
-    """The type itself, or the one of those known that is most like it.
+    """``dtype`` if it is among ``known``, else the known dtype that is most like it.
 
     >>> nearest_dtype("bfloat16", ["float32", "float16"]), nearest_dtype("float8_e4m3fn", ["float32", "bfloat16"])
     ('float16', 'bfloat16')

@@ -1,7 +1,7 @@
-"""Quantities as a person writes them: a number, a space and a unit, ``3.35 TB/s``.
+"""Quantities as text: a number, a space and a unit, ``3.35 TB/s``.
 
-Prefixes of bytes are decimal (``GB``) or binary (``GiB``); ``Gb/s`` are bits, as data sheets of networks give them. Numbers
-are read and written as decimals, so that what is written reads back as the same float.
+Prefixes of bytes are decimal (``GB``) or binary (``GiB``). ``Gb/s`` are bits per second, as in data sheets of networks.
+Numbers are read and written as decimals, so that a quantity that was written is read as the same float.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNITS: dict[Kind, dict[str, Decimal]] = {
     | {f"{prefix}b/s": Decimal(size) / 8 for prefix, size in _DECIMAL.items()},
     "s": {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "µs": Decimal("1e-6"), "ns": Decimal("1e-9")},
 }
-"""For each kind of quantity its units, and what each is in bytes, flops and seconds."""
+"""Kind of quantity → unit → its size in bytes, flops or seconds."""
 
 EXAMPLES: dict[Kind, str] = {"flop": "1 Gflop", "flop/s": "989 Tflop/s", "B": "80 GiB", "B/s": "3.35 TB/s", "s": "5 us"}
 
@@ -33,7 +33,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?) +(\S+)")
 
 
 def read_quantity(text: object, kind: Kind) -> float | None:
-    """The quantity in bytes, flops or seconds; None where the text is not a number, a space and a unit of this kind.
+    """The quantity in bytes, flops or seconds; None if the text is not a number, a space and a unit of this kind.
 
     >>> read_quantity("400 Gb/s", "B/s")
     50000000000.0
@@ -48,7 +48,10 @@ def read_quantity(text: object, kind: Kind) -> float | None:
 
 
 def spell_quantity(value: float, kind: Kind) -> str:
-    """The quantity with the unit that makes its number short; it reads back as the same float.
+    """The quantity as text, from which ``read_quantity`` reads the same float.
+
+    The unit is the largest one in which the number is at least 1. Bytes have a unit that divides them, so that 80 GiB is not
+    written as 85.89934592 GB.
 
     >>> spell_quantity(3.35e12, "B/s"), spell_quantity(80 * 2**30, "B"), spell_quantity(0.0, "s")
     ('3.35 TB/s', '80 GiB', '0 s')
@@ -67,7 +70,7 @@ def spell_quantity(value: float, kind: Kind) -> str:
 
 
 def _written_units(kind: Kind) -> dict[str, Decimal]:
-    """The units that are written: bytes in decimal prefixes where they are a rate, no bits, and us as ASCII."""
+    """The units that are written: rates in bytes with decimal prefixes, no bits, and us as ASCII."""
     units = UNITS[kind]
     if kind == "B/s":
         units = {unit: size for unit, size in units.items() if "i" not in unit and "B" in unit}

@@ -1,4 +1,4 @@
-"""Reading: a YAML file with units, into a profile, or every problem of the file at once.
+"""``read_profile``: reads a profile from a YAML file with units, or raises one error with every problem of the file.
 
     name: h100-sxm
     memory: 79.1 GiB
@@ -6,8 +6,8 @@
     matmul: {bfloat16: {1 Gflop: 0.28, 100 Gflop: 0.79}}
     nodes: {dgx: {devices: 8, latency: 0.8 us, bandwidth: 450 GB/s, efficiency: {1 MiB: 0.3, 1 GiB: 0.7}, scatter: 0.15}}
 
-Sizes that a curve names are those of one call. A file may name several nodes and networks; ``node`` and ``network`` say which
-one a plain name means. The keys are the attributes of `Profile` and `Link`.
+The sizes in a curve are sizes of one call. A file may have several nodes and networks; its keys ``node`` and ``network``
+name the default ones. The other keys are the attributes of `Profile` and `Link`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALIASES = {
     "b200": "b200-sxm",
     "v100-sxm2": "v100",
 }
-"""Short names of profiles that ship."""
+"""Short name → name of a profile of this package."""
 
 _TEXTS = ("name", "source", "date")
 _SIZES = ("memory", "context", "per_group")
@@ -68,14 +68,18 @@ _KEYS = (*_REQUIRED, *ABSENT, "contention", "slower", "notes", "cores", "node", 
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
-    """The profile of this name, or in this file.
+    """Reads a profile.
 
     Args:
-        name_or_path: a name or alias of a profile that ships (``profiles()``), ``cpu-local`` for the one of this machine
-            (``calibrated_file``), or the path of a YAML file.
-        node, network: which of the nodes and networks that the file names; default: the file's own.
+        name_or_path: a name or alias of a profile of this package (``profiles()``); ``cpu-local``, the profile of this
+            machine (``calibrated_file``); or the path of a YAML file.
+        node, network: the name of a node and of a network in the file. Default: those that the file names, or its first.
 
-    Raises PlanError with every problem of the file, or with the names that there are.
+    Raises:
+        PlanError: the file cannot be read (the error lists the known names), or has problems (the error lists all of them).
+
+    >>> read_profile("h100").name
+    'h100-sxm'
     """
     shipped = _folder() / f"{ALIASES.get(name_or_path, name_or_path)}.yaml"
     is_name = shipped.is_file() and "/" not in name_or_path
@@ -87,12 +91,12 @@ def read_profile(name_or_path: str, *, node: str | None = None, network: str | N
         problem = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         findings.extend([_unread(name_or_path, file, problem)])
         raise findings.error() from None
-    called = file.name if is_name else str(file)
-    return parse_profile(text, called, node=node, network=network)
+    file_name = file.name if is_name else str(file)
+    return parse_profile(text, file_name, node=node, network=network)
 
 
 def _unread(name_or_path: str, file: Path, problem: str) -> Finding:
-    """The finding for a file that cannot be read: it lists the known names, and proposes the nearest."""
+    """The finding for a file that cannot be read. It lists the known names, and proposes the nearest one."""
     names = [*profiles(), *ALIASES]
     if name_or_path == CPU_LOCAL:
         required = f"the profile of this machine, which meshwright calibrate measures; or one of {', '.join(names)}"
@@ -103,7 +107,15 @@ def _unread(name_or_path: str, file: Path, problem: str) -> Finding:
 
 
 def parse_profile(text: str, file: str, *, node: str | None = None, network: str | None = None) -> Profile:
-    """The profile in a YAML text. ``file``: what findings call it. Raises PlanError with every problem."""
+    """The profile in a YAML text.
+
+    Args:
+        file: the name of the text in findings.
+        node, network: see ``read_profile``.
+
+    Raises:
+        PlanError: every problem of the text.
+    """
     source = compose(text, file, Findings(f"hardware profile {file}"))
     # For a text that is no YAML, the reader of plans proposes an example plan: leave this proposal out.
     findings = [Finding(f.where, f.given, f.required, "" if f.fix == example() else f.fix) for f in source.findings]
@@ -115,8 +127,8 @@ def parse_profile(text: str, file: str, *, node: str | None = None, network: str
 
 
 def profiles() -> dict[str, str]:
-    """The names of the profiles that ship, each with a line that says what it is."""
-    # The first line of a file is a comment, which says what it is.
+    """Name of each profile of this package → one line that describes it."""
+    # The first line of each file is a comment with this description.
     return {
         file.stem: file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
         for file in sorted(_folder().glob("*.yaml"))
@@ -128,12 +140,16 @@ def _folder() -> Path:
 
 
 class _Reader:
-    """One pass over the values of a file, which notes every problem."""
+    """Builds a profile from the plain values of a file, and adds a finding for each problem.
+
+    A method that reads a value returns None, 0 or an empty value if it added a finding.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source, self.findings = source, source.findings
 
     def profile(self, node: str | None, network: str | None) -> Profile:
+        """The profile with the node and network of these names. Raises PlanError if there is any finding."""
         values = self.section(self.source.values, (), _KEYS, _REQUIRED, "a profile")
         peak = self.table(values, "peak", lambda v, path: self.quantity(v, path, "flop/s"))
         curves = {key: self.table(values, key, lambda v, path: self.curve(v, path, "flop")) for key in _CURVES}
@@ -155,7 +171,7 @@ class _Reader:
             "cores": self.integer(values, (), "cores", least=0),
             "slower": self.times(values, "slower"),
         }
-        if self.findings or chosen is None:  # where there is no node, this has been noted
+        if self.findings or chosen is None:  # if there is no node, there is a finding
             raise self.findings.error()
         return Profile(**fields, devices_per_node=chosen[0], node=chosen[1])
 
@@ -186,7 +202,7 @@ class _Reader:
         return {name: value for name, value in parsed.items() if value is not None}
 
     def rated(self, key: str, curves: Iterable[str], peak: object) -> None:
-        """Adds a finding for each curve whose type has no peak: a curve is a fraction of a peak."""
+        """Adds a finding for each curve whose dtype has no peak, since a curve is a fraction of a peak."""
         if isinstance(peak, Mapping):
             for dtype in curves:
                 if dtype not in peak:
@@ -194,7 +210,10 @@ class _Reader:
                     self.add((key, dtype), f"a curve of {dtype}", required)
 
     def choose(self, key: str, entries: dict[str, T], wanted: str | None, values: dict[str, Any]) -> T | None:
-        """The chosen node or network: ``wanted``, or the default that the file names, or the first."""
+        """The node or network named ``wanted``; without it, the one that the file names as default; else the first.
+
+        ``key``: "node" or "network". ``entries``: those of the file that could be read.
+        """
         section = values.get(f"{key}s")
         names = [str(name) for name in section] if isinstance(section, Mapping) else []
         name = wanted or values.get(key) or next(iter(names), None)
@@ -204,10 +223,10 @@ class _Reader:
             near = nearest(str(name), names, most=1) or tuple(names[:1])
             self.findings.add(where=where, given=flow(name), required=required, fix=f"{key}: {near[0]}" if near else "")
             return None
-        return entries.get(name) if name is not None else None  # one that could not be read has been noted
+        return entries.get(name) if name is not None else None  # None: an entry with a problem, which has its finding
 
     def node(self, values: object, path: KeyPath) -> tuple[int, Link] | None:
-        """How many devices a node has, and the link between them."""
+        """(number of devices of a node, the link between them)."""
         devices = None
         if isinstance(values, Mapping):
             devices = self.integer({**values}, path, "devices", least=1)
@@ -218,18 +237,19 @@ class _Reader:
         return (devices, link) if devices and link else None
 
     def link(self, values: object, path: KeyPath) -> Link | None:
+        """A link; None if it has any problem."""
         before = len(self.findings)
-        fields_read = self.section(values, path, _LINK_KEYS, _LINK, "a link")
+        entries = self.section(values, path, _LINK_KEYS, _LINK, "a link")
         fields: dict[str, Any] = {
-            "latency": self.quantity_of(fields_read, "latency", "s", path),
-            "bandwidth": self.quantity_of(fields_read, "bandwidth", "B/s", path),
-            "efficiency": self.curve_of(fields_read, path, "efficiency"),
-            "scatter": self.fraction(fields_read, "scatter", path),
-            "source": self.text(fields_read, "source", path),
-            "start": self.quantity_of(fields_read, "start", "s", path, zero=True),
-            "in_switch": self.fraction(fields_read, "in_switch", path),
-            "mesh": fields_read.get("mesh", False),
-            "kinds": self.times(fields_read, "kinds", path),
+            "latency": self.quantity_of(entries, "latency", "s", path),
+            "bandwidth": self.quantity_of(entries, "bandwidth", "B/s", path),
+            "efficiency": self.curve_of(entries, path, "efficiency"),
+            "scatter": self.fraction(entries, "scatter", path),
+            "source": self.text(entries, "source", path),
+            "start": self.quantity_of(entries, "start", "s", path, zero=True),
+            "in_switch": self.fraction(entries, "in_switch", path),
+            "mesh": entries.get("mesh", False),
+            "kinds": self.times(entries, "kinds", path),
         }
         if not isinstance(fields["mesh"], bool):
             self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")
@@ -239,7 +259,7 @@ class _Reader:
         return self.curve(values[key], (*path, key), "B") if key in values else None
 
     def curve(self, values: object, path: KeyPath, kind: Kind) -> Curve | None:
-        """Sizes with efficiencies, from small to large; a larger call takes at least as long as a smaller one."""
+        """A curve: sizes with efficiencies, from small to large. A larger call must take at least as long as a smaller one."""
         required = f"sizes with fractions above 0 and at most 1, from small to large: {{{EXAMPLES[kind]}: 0.5}}"
         if not isinstance(values, Mapping) or not values:
             self.add(path, flow(values), required)
@@ -286,7 +306,7 @@ class _Reader:
         return float(value)
 
     def times(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> dict[str, float]:
-        """Name → factor by which a call takes longer."""
+        """A mapping of names to factors above 0, by which a call takes longer."""
         section = values.get(key, {})
         factors: dict[str, float] = {}
         for name, value in section.items() if isinstance(section, Mapping) else [("", section)]:
@@ -320,11 +340,12 @@ class _Reader:
             self.add(("date",), flow(value), "a day: 2026-11-23", "date: 2026-11-23")
             return ""
 
-    def add(self, path: KeyPath, given: str, required: str, fix: str = "", *, key: bool = False) -> None:
-        self.findings.add(where=self.source.where(path, key=key), given=given, required=required, fix=fix)
+    def add(self, path: KeyPath, actual: str, required: str, fix: str = "", *, key: bool = False) -> None:
+        self.findings.add(where=self.source.where(path, key=key), given=actual, required=required, fix=fix)
 
 
 def example_of(key: str) -> str:
+    """A name that may stand under ``kinds`` or ``slower``, for a fix."""
     return "reduce_scatter" if key == "kinds" else "gelu"
 
 
@@ -336,4 +357,4 @@ def _curve(points: list[tuple[float, float, KeyPath]]) -> Curve | None:
     try:
         return Curve(tuple((size, efficiency) for size, efficiency, _ in points))
     except ValueError:
-        return None  # noted where the point stands
+        return None  # ``_Reader.curve`` has added the finding

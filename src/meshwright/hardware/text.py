@@ -1,4 +1,4 @@
-"""A profile as a YAML file."""
+"""``profile_text``: a profile as YAML text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 ABSENT = ("host_collective", "host_unit", "host_update", "host_sharded", "job_call", "job_step", "job_action")
-"""Seconds that a profile need not have."""
+"""Optional fields of a profile: seconds, 0 by default."""
 
 
 def profile_text(profile: Profile) -> str:
-    """The profile as YAML, with units; it reads back as an equal profile."""
+    """The profile as YAML, with units. If its links have names, ``read_profile`` reads an equal profile from it."""
     network = profile.network
     values = {
         **{key: getattr(profile, key) for key in ("name", "source", "date", "notes") if getattr(profile, key)},

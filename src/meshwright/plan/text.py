@@ -1,5 +1,7 @@
-"""YAML with the position of every value. Read by the safe loader, node by node: no tag creates an object, and no alias expands
-without end."""
+"""Reads YAML with the position of every value, and writes YAML.
+
+The safe loader reads it node by node, so that no tag creates an object, and no alias expands without end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from meshwright.plan.source import WIDE, KeyPath, Source, example
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes line separators of Unicode, which would be read back as spaces."""
+    """A dumper that escapes Unicode line separators. YAML would read them as spaces."""
 
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -25,27 +27,31 @@ _Dumper.add_representer(str, _quoted)
 
 
 def written(values: object) -> str:
-    """Plain values as YAML; reading it gives equal values."""
+    """Plain values as YAML text. Reading this text gives equal values."""
     return yaml.dump(values, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=WIDE)
 
 
 def read_file(path: str) -> Source:
-    """The plain values in a YAML file. A file that cannot be read is a finding of the source."""
+    """The plain values of a YAML file. If the file cannot be read, the source has a finding."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        given = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
+        problem = error.strerror or str(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         source = Source(None)
         source.places[()] = path
-        source.findings.add(where=path, given=given, required="a YAML file that can be read", fix=example())
+        source.findings.add(where=path, given=problem, required="a YAML file that can be read", fix=example())
         return source
     return compose(text, path)
 
 
 def compose(text: str, name: str, findings: Findings | None = None) -> Source:
-    """The plain values in a YAML text, with positions ``name:line:column``, both from 1.
+    """The plain values of a YAML text, with positions ``name:line:column`` (both from 1).
 
-    Text that is not YAML, and values that are not plain, are findings. Keys are strings, whatever they look like.
+    If the text is not YAML, or a value is not plain, the source has a finding. All keys are strings, even ``1`` and ``true``.
+
+    Args:
+        name: the name of the text in positions.
+        findings: default: new ones.
     """
     source = Source(None, findings)
     try:
@@ -83,39 +89,41 @@ class _Values:
         return value
 
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        """The value of a mapping node; keys that are no plain names, or occur twice, are findings."""
+        """The value of a mapping node. Adds a finding for each key that is not a plain name, or occurs twice."""
         values: dict[str, object] = {}
         for key, value in node.value:
             position = self.position(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
-                given = "a merge" if isinstance(key, yaml.ScalarNode) else "a key of several values"
-                self.source.findings.add(where=position, given=given, required="a name as key", fix="name: value")
+                problem = "a merge" if isinstance(key, yaml.ScalarNode) else "a key of several values"
+                self.source.findings.add(where=position, given=problem, required="a name as key", fix="name: value")
                 continue
             key_path = (*path, key.value)
             if key.value in values:
-                given = f"the key {key.value} again, after {self.source.keys[key_path]}"
+                problem = f"the key {key.value} again, after {self.source.keys[key_path]}"
                 fix = f"leave out one of the two {key.value}"
-                self.source.findings.add(where=position, given=given, required="each key once", fix=fix)
+                self.source.findings.add(where=position, given=problem, required="each key once", fix=fix)
                 continue
             self.source.keys[key_path] = position
             values[key.value] = self.value(value, key_path)
         return values
 
     def scalar(self, node: yaml.Node) -> object:
+        """The value of a scalar node. Adds a finding for a tag that makes no plain value, and returns None."""
         try:
             return yaml.constructor.SafeConstructor().construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
-            given = f"{node.tag} {node.value}" if isinstance(error, yaml.YAMLError) else str(node.value)
+            problem = f"{node.tag} {node.value}" if isinstance(error, yaml.YAMLError) else str(node.value)
             required = "a plain value: text, a number, true or false"
-            self.source.findings.add(where=self.position(node), given=given, required=required, fix=f'"{node.value}"')
+            self.source.findings.add(where=self.position(node), given=problem, required=required, fix=f'"{node.value}"')
             return None
 
     def position(self, node: yaml.Node) -> str:
+        """``name:line:column`` of a node's start."""
         return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
 
 def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -> None:
-    """Adds the finding for text that is not YAML: the wrong line, and its most likely correction."""
+    """Adds the finding for a text that is not YAML: the wrong line, and the most likely correction of it."""
     reason, index = str(error), 0
     if isinstance(error, yaml.MarkedYAMLError):
         reason = error.problem or reason
@@ -129,16 +137,16 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str, findings: Findings) -
     if before[-1].endswith("\n"):
         before.append("")
     line = before[-1] + text[index:].partition("\n")[0]
-    given = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.strip()) or "nothing"
-    where = f"{name}:{len(before)}:{len(before[-1]) + 1}"
-    findings.add(where=where, given=given, required=f"YAML: {reason}", fix=_mended(line))
+    wrong_line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line.strip()) or "nothing"
+    position = f"{name}:{len(before)}:{len(before[-1]) + 1}"
+    findings.add(where=position, given=wrong_line, required=f"YAML: {reason}", fix=_corrected(line))
 
 
 _PLACE = re.compile(r"""(?<![\w'"])((?:tp|pp|stream)\[[0-9:]*\])(?!['"])""")
 _OPENS = re.compile("flow|quoted|simple key")
 
 
-def _mended(line: str) -> str:
+def _corrected(line: str) -> str:
     """The most likely correction of a line that is not YAML."""
     if "\t" in line:
         return line.expandtabs(2)

@@ -1,16 +1,16 @@
-"""Memory and time of a training step, before it runs; or measured, in the same shape.
+"""Memory and time of a training step: predicted before it runs, or measured. Both results are a ``Prediction``.
 
-    rehearsal   a step of one rank by the run's own code, without values and without other ranks   world, tracker
-    trace       what the rank did, in order: functions, collectives, memory
-    memory      the most bytes that live at once, itemised
+    rehearsal   runs a step of one rank with the run's own code, without values and other ranks (world, tracker)
+    trace       what that rank did, in order: functions, collectives, memory
+    memory      the peak memory of a trace, by kind
     clock       seconds of each action, from a profile of the hardware (``meshwright.hardware``)
-    play        the pipeline: actions of all stages, and what they wait for
+    play        seconds of a step, from the actions of all stages of the pipeline
     predict     ``predict`` and ``measure``
     result      ``Prediction``
-    measure     what a run on this machine takes
-    branches/   ``compare_branches``: does it pay to run branches beside each other?
-    analytic    a GPT's memory in closed form, to compare with
+    measure     measures a run on this machine
+    branches/   ``compare_branches``: whether it pays to run branches at the same time
+    analytic    the memory of a GPT in closed form, for comparison
 
-Where an equation enters, it stands in the docstring of the function that computes it; `clock`, `play` and
-``hardware.collectives`` begin with a table of them.
+Each equation is in the docstring of the function that computes it. `clock`, `play` and ``hardware.collectives`` begin with a
+table of their equations.
 """

@@ -1,13 +1,13 @@
-"""What kernels and backends allocate while they run, and give back: no dispatch mode sees it.
+"""``Allocations``: memory that kernels and backends allocate and free while they run. A dispatch mode cannot see it.
 
-| who | what | where |
+| allocated by | bytes | name |
 | --- | --- | --- |
-| oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 channels | `convolution_workspace` |
-| its backward | gradient of the output + the larger of input and gradient of the input | `convolution_workspace` |
-| gloo, all-gather and reduce-scatter | a copy of the whole tensor | `CPU` |
-| gloo, sends | what is sent lives until the end of the schedule: a send is not told to have ended before | `CPU` |
+| oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 | `convolution_workspace` |
+| its backward | gradient of the output + max(input, gradient of the input), in blocks | `convolution_workspace` |
+| gloo's all-gather and reduce-scatter | a copy of the full tensor | `CPU` |
+| gloo's send | the sent tensor until the end of the schedule: only then is a send known to have ended | `CPU` |
 
-Seen in torch 2.13 by counting what its allocator reports (tests/prediction/test_allocations.py).
+Measured in torch 2.13 with the reports of its allocator (tests/prediction/test_allocations.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 16  # channels of a block, on a CPU with AVX-512
+BLOCK = 16  # channels in a block of oneDNN, on a CPU with AVX-512
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """What a machine's kernels and backends allocate while they run.
+    """What the kernels and backends of a machine allocate while they run.
 
     Attributes:
-        collectives: kind → in sizes of the whole tensor.
-        keeps_sends: whether what is sent lives until the end of a schedule.
-        workspaces: whether functions take the workspaces that a CPU's do (``Op.workspace``).
+        collectives: kind of collective → bytes that it allocates / bytes of the full tensor.
+        keeps_sends: whether a sent tensor lives until the end of the schedule.
+        workspaces: whether functions allocate the workspaces of CPU kernels (``Op.workspace``).
     """
 
     collectives: Mapping[str, float] = field(default_factory=dict)
@@ -39,15 +39,20 @@ class Allocations:
 
 CPU = Allocations({"all_gather": 1.0, "reduce_scatter": 1.0}, keeps_sends=True, workspaces=True)
 GPU = Allocations()
-"""NCCL reduces in buffers of its own (``Profile.per_group``); workspaces of cuBLAS are in ``Profile.context``."""
+"""Nothing: NCCL's buffers are in ``Profile.per_group``, and the workspaces of cuBLAS in ``Profile.context``."""
 
 
 def convolution_workspace(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that a convolution of oneDNN takes besides its arguments and results: operands in blocks of channels.
+    """Peak bytes that a convolution of oneDNN allocates besides its inputs and outputs: copies in blocks of channels.
 
-    Forward: the input, the weight and the output in blocks, without what the output itself takes later; or the output in
-    blocks, which is then copied. Backward: the gradient of the output in blocks, and with it first the gradient of the input,
-    then the input. Convolutions by other backends are taken to need none.
+    Forward: the input, the weight and the output in blocks (of the output only what the blocks add to it: it is allocated
+    later), or the output in blocks alone. Backward: the gradient of the output in blocks, together with first the gradient of
+    the input in blocks, then the input in blocks. A convolution of another backend is taken to allocate nothing.
+
+    Args:
+        name: of the ATen function, without its namespace. 0 bytes for any other function than a convolution.
+        args: its arguments.
+        out: its output.
     """
     if name == "convolution" and isinstance(out, Tensor):
         x, weight, options = args[0], args[1], args[3:9]
@@ -70,11 +75,11 @@ def _by_onednn(x: Tensor, weight: Tensor, options: Sequence[Any]) -> bool:
 
 
 def _blocked(x: Tensor) -> int:
-    """Bytes of a tensor in blocks of channels; a few channels are not put in blocks."""
+    """Bytes of a tensor in blocks of channels; 0 if it has 3 channels or fewer, because oneDNN makes no blocks of them."""
     return 0 if x.dim() < 3 or x.shape[1] <= 3 else _padded(x)
 
 
 def _padded(x: Tensor) -> int:
-    """Bytes of a tensor whose channels are filled up to whole blocks."""
+    """Bytes of a tensor whose number of channels is rounded up to a multiple of ``BLOCK``."""
     channels = x.shape[1]
     return x.numel() // channels * (-(-channels // BLOCK) * BLOCK) * x.element_size()

@@ -1,13 +1,13 @@
-"""``Folding``: which repeated blocks need not be rehearsed, as others do the same; and the rehearsals that stand for all.
+"""``Folding``: which repeated blocks a rehearsal leaves out, and which rehearsals then predict the full model.
 
-    whole model     embed  b0 b1 b2 b3 b4 … b78 b79  norm  head
+    full model      embed  b0 b1 b2 b3 b4 … b78 b79  norm  head
     base            embed  b0 b1 b2  ·  · …  ·  b79  norm  head      · is passed through: a block without parameters
     one more        embed  b0 b1 b2 b3  · …  ·  b79  norm  head
 
-What a step takes is linear in the number of such blocks, so ``whole = base + 76 · (one more − base)``: for every moment of the
-step that both have (``extrapolation.py``). Blocks are alike if nothing but their number tells them apart: class, shapes,
-layouts, and the numbers and words that their modules keep. Of blocks that are alike, each stage of a pipeline keeps the first
-three and the last, and what is taken away is in one piece.
+The memory and seconds of a step are linear in the number of repeated blocks, so ``full = base + 76 · (one more − base)``, at
+every moment that both rehearsals have (``extrapolation.py``). Blocks are alike if they differ in nothing but their number:
+they have equal classes, shapes, layouts, and plain attributes of their modules. Of blocks that are alike, the base has the
+first three and the last of each pipeline stage, so that the blocks left out are consecutive.
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from meshwright.recipe import ParameterRecipe, Recipe
 
-KEPT = 4  # blocks of a kind and stage in a base: those that FSDP2 has on their way at once, and the last
+BASE_BLOCKS = 4
+"""Blocks of one kind in each stage of the base: three that FSDP2 may gather or reduce at the same time, and the last."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """A model some of whose blocks are passed through.
+    """A model without some of its blocks: they pass their inputs through (``passing.py``).
 
     Attributes:
-        blocks: a block that is passed through → one that is kept, is alike, and runs before it.
+        blocks: name of a block that is passed through → name of its pattern: a block that is alike, runs before it, and is
+            not passed through.
     """
 
     blocks: Mapping[str, str]
 
     def holds(self, name: str) -> bool:
         """Whether the pruned model still has a module or parameter of this name."""
-        return not any(name == block or name.startswith(block + ".") for block in self.blocks)
+        return not any(_is_within(name, block) for block in self.blocks)
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """The recipe of the pruned model."""
@@ -55,83 +58,86 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Folding:
-    """The rehearsals that stand for a whole model.
+    """The models whose rehearsals predict a full model.
 
     Attributes:
-        base: of all kinds, as few blocks as can be: ``kept`` in a stage.
-        kinds: the blocks of each kind that was folded, in order.
-        more: of each kind, one more block in each stage than the base; and for each rank of the pipeline axis
-            how often the difference between the two counts.
+        base: the model with the fewest blocks: ``base_blocks`` of each kind in each stage.
+        more: for each kind, (the base with one more block of this kind in each stage, weights). ``weights[r]`` is the number
+            of blocks that are left out of each stage on rank r of the pipeline axis: the factor of the difference to the base.
+        kinds: for each kind, the names of its blocks, in order.
+        base_blocks: number of blocks of each kind in each stage of the base.
     """
 
     base: Pruned
     more: tuple[tuple[Pruned, tuple[int, ...]], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
-    kept: int = KEPT
+    base_blocks: int = BASE_BLOCKS
 
 
-def folding_of(model: nn.Module, recipe: Recipe, kept: int = KEPT) -> Folding:
-    """How the blocks of a model fold under its recipe. Without repeated blocks the base is the whole model.
+def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS) -> Folding:
+    """The folding of a model under its recipe.
 
-    ``kept``: blocks of a kind and stage in the base, 2 at least.
+    If no block is repeated, or the plan has branches or streams, the base is the full model. ``base_blocks``: number of
+    blocks of each kind in each stage of the base, at least 2.
     """
     if recipe.branches or recipe.streams:
-        return Folding(Pruned({}), kept=kept)
-    kinds = [by_stage for by_stage in _kinds(model, recipe, kept) if _removable(by_stage, kept)]
-    fewest = [_passed(by_stage, _removable(by_stage, kept), kept) for by_stage in kinds]
+        return Folding(Pruned({}), base_blocks=base_blocks)
+    kinds = [by_stage for by_stage in _kinds(model, recipe, base_blocks) if _removable(by_stage, base_blocks)]
+    fewest = [_passed(by_stage, _removable(by_stage, base_blocks), base_blocks) for by_stage in kinds]
     more = []
-    for chosen, by_stage in enumerate(kinds):
-        counts = _removable(by_stage, kept)
-        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, kept)
-        parts = [one_more if number == chosen else passed for number, passed in enumerate(fewest)]
+    for grown_kind, by_stage in enumerate(kinds):
+        counts = _removable(by_stage, base_blocks)
+        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, base_blocks)
+        passed_by_kind = [one_more if kind == grown_kind else passed for kind, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
-        more.append((Pruned(_merged(parts)), weights))
-    blocks = tuple(tuple(block for those in by_stage.values() for block in those) for by_stage in kinds)
-    return Folding(Pruned(_merged(fewest)), tuple(more), blocks, kept)
+        more.append((Pruned(_merged(passed_by_kind)), weights))
+    blocks = tuple(tuple(chain.from_iterable(by_stage.values())) for by_stage in kinds)
+    return Folding(Pruned(_merged(fewest)), tuple(more), blocks, base_blocks)
 
 
 class _ByStage(dict[int, list[str]]):
-    """Stage → blocks of one kind in it, in order; and the rank of the pipeline axis that each stage is on."""
+    """Stage → names of its blocks of one kind, in order. ``stage_rank``: stage → its rank of the pipeline axis."""
 
     def __init__(self, blocks: Mapping[int, list[str]], stage_rank: tuple[int, ...]) -> None:
         super().__init__(blocks)
         self.stage_rank = stage_rank
 
 
-def _removable(by_stage: _ByStage, kept: int) -> dict[int, int]:
+def _removable(by_stage: _ByStage, base_blocks: int) -> dict[int, int]:
     """Rank of the pipeline axis → the number of blocks that can be removed from each of its stages."""
     counts: dict[int, int] = {}
     for stage in range(len(by_stage.stage_rank)):
         rank, blocks = by_stage.stage_rank[stage], by_stage.get(stage, [])
-        spare = len(blocks) - kept
+        spare = len(blocks) - base_blocks
         if blocks:
             counts[rank] = min(counts.get(rank, spare), spare)
-    return {rank: count for rank, count in counts.items() if count > 1}  # one would be rehearsed by "one more" anyway
+    return {rank: count for rank, count in counts.items() if count > 1}  # "one more" rehearses a single block anyway
 
 
-def _passed(by_stage: _ByStage, counts: Mapping[int, int], kept: int) -> dict[str, str]:
-    """The blocks that are passed through, if ``counts[rank]`` blocks are removed from each stage of a rank."""
+def _passed(by_stage: _ByStage, counts: Mapping[int, int], base_blocks: int) -> dict[str, str]:
+    """Block that is passed through → its pattern, if ``counts[rank]`` blocks are removed from each stage of a rank."""
     passed: dict[str, str] = {}
     for stage, blocks in by_stage.items():
         count = counts.get(by_stage.stage_rank[stage], 0)
-        passed |= dict.fromkeys(blocks[kept - 1 : kept - 1 + count], blocks[kept > 2])
+        passed |= dict.fromkeys(blocks[base_blocks - 1 : base_blocks - 1 + count], blocks[base_blocks > 2])
     return passed
 
 
 def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """All mappings as one."""
     return {block: pattern for part in parts for block, pattern in part.items()}
 
 
 # --- kinds of blocks --------------------------------------------------------------------------------------------------
 
 
-def _kinds(model: nn.Module, recipe: Recipe, kept: int) -> list[_ByStage]:
-    """Blocks that are alike, by stage. Blocks within blocks are parts of those."""
+def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]:
+    """Each kind of blocks that are alike, by stage. A block within a block of a kind is no block of its own."""
     kinds: list[_ByStage] = []
-    within: set[str] = set()
-    for name, module in model.named_modules():  # the outer ones come first
+    blocks_of_kinds: set[str] = set()
+    for name, module in model.named_modules():  # outer modules come first
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
-        if len(children) <= kept or any(name == w or name.startswith(w + ".") for w in within):
+        if len(children) <= base_blocks or any(_is_within(name, block) for block in blocks_of_kinds):
             continue
         by_structure: dict[Hashable, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         distinguishing = _distinguishing([child for _, child in children])
@@ -140,14 +146,17 @@ def _kinds(model: nn.Module, recipe: Recipe, kept: int) -> list[_ByStage]:
             if (stage_and_structure := _stage_and_structure(block, child, recipe)) is not None:
                 stage, structure = stage_and_structure
                 by_structure[structure, plain][stage].append(block)
-        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > kept]
+        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > base_blocks]
         kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
-        within |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
+        blocks_of_kinds |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
     return kinds
 
 
 def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:
-    """(its stage, its structure); None if the block cannot be left out: it has no parameters, or others use some of them."""
+    """(the block's stage, its structure). Blocks with equal structures have equal classes, shapes and layouts.
+
+    None if the block cannot be left out: it has no parameters, it is in several stages, or other modules use its parameters.
+    """
     lines: list[Hashable] = []
     stages: set[int] = set()
     parameters = list(block.named_parameters())
@@ -162,24 +171,28 @@ def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[i
     modules = tuple((local_name, type(m)) for local_name, m in block.named_modules())
     buffers = tuple((local_name, tuple(b.shape), b.dtype) for local_name, b in block.named_buffers())
     units = tuple((u.name.removeprefix(name), u.data, u.recompute) for u in recipe.units if _is_within(u.name, name))
-    others = tuple(n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _is_within(n, name))
-    return stages.pop(), (modules, tuple(lines), buffers, units, others)
+    recomputed_or_sequence = tuple(
+        n.removeprefix(name) for n in (*recipe.recompute, *recipe.sequence) if _is_within(n, name)
+    )
+    return stages.pop(), (modules, tuple(lines), buffers, units, recomputed_or_sequence)
 
 
 def _layout(line: ParameterRecipe, block: str) -> Hashable:
+    """The shape and layout of a parameter, with names relative to its block."""
     unit = line.unit.removeprefix(block) if _is_within(line.unit, block) else line.unit
     return line.shape, line.dtype, line.requires_grad, str(line.tp), line.data, unit, line.places
 
 
 def _is_within(name: str, block: str) -> bool:
+    """Whether ``name`` is a block, or a module or parameter in it."""
     return name == block or name.startswith(block + ".")
 
 
 def _distinguishing(blocks: list[nn.Module]) -> list[Hashable]:
     """For each block, the plain attributes of its modules, without those that only number the blocks.
 
-    An integer that goes up by one from block to block numbers the blocks. A float that differs in every block (the rate at
-    which a path is dropped) changes values, but not which functions run.
+    An integer that grows by one from block to block numbers the blocks. A float that differs in every block (a drop-path
+    rate) changes values, but not which functions run.
     """
     attributes = [_plain_attributes(block) for block in blocks]
     return [
@@ -198,7 +211,7 @@ def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _counts(values: list[Any]) -> bool:
-    """Whether an attribute tells blocks apart by their number alone."""
+    """Whether the values of an attribute, one for each block, only number the blocks."""
     if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         return all(v - values[0] == i for i, v in enumerate(values))
     if all(isinstance(v, str) for v in values):

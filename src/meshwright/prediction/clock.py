@@ -1,20 +1,20 @@
-"""Seconds of what a rank does: functions on the device, the host that calls them, and collectives, overlapped as a run does.
+"""``Clock``: seconds of each action of a rank, from its functions, its host, and its collectives, which may overlap.
 
-| what | equation | where |
+| quantity | equation | function |
 | --- | --- | --- |
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
-| a collective | α–β by algorithm and by where its group stands | `meshwright.hardware.collectives` |
+| a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
 | host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
-| host of clip and optimizer | functions · host_update, or host_sharded where parameters are DTensors | `Clock._of_function` |
+| host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `behind` |
-| a gather of the data axes | begins with the compute of the unit before; its own unit waits for it | `_Playing.gather` |
-| a reduction of the data axes | runs beside what follows; the backward's end waits for it | `_Playing.reduce` |
-| a sum over replicas, in a backward | begins after its reduction; runs beside all that follows | `_Playing.sum` |
-| functions beside a collective | contention · seconds of collectives that run beside functions | `_Playing.end` |
-| any other collective | nothing runs beside it | `_Playing.exchange` |
+| a gather over a data axis | begins with the compute of the previous unit; its own unit waits for it | `_ActionClock.gather` |
+| a reduction over a data axis | overlaps later functions; the end of the backward waits for it | `_ActionClock.reduce` |
+| a sum over replicas, in a backward | begins after its reduction; overlaps later functions | `_ActionClock.sum` |
+| functions during a collective | + contention · seconds of collectives that overlap functions | `_ActionClock.end` |
+| any other collective | overlaps nothing | `_ActionClock.exchange` |
 
-FSDP2 prefetches one unit ahead (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``). It sums over replicas on a stream of
-its own, which waits for the stream of reduce-scatters; the end of the backward waits for it (``foreach_reduce`` in
+FSDP2 prefetches one unit (torch/distributed/fsdp/_fully_shard, ``_fsdp_state.py``). It sums over replicas on a separate
+stream, which waits for the stream of reduce-scatters; the end of the backward waits for both (``foreach_reduce`` in
 ``_fsdp_collectives.py``, ``finalize_backward`` in ``_fsdp_param_group.py``).
 """
 
@@ -38,9 +38,9 @@ class Spent:
     """Seconds of one action or phase.
 
     Attributes:
-        device: of functions.
-        host: that the device waits for the host; on a CPU, all of the host's.
-        exposed: axis → of its collectives, what nothing runs beside.
+        device: seconds of functions on the device.
+        host: seconds in which the device waits for the host; on a CPU, all seconds of the host.
+        exposed: axis → seconds of its collectives that overlap no function.
     """
 
     device: Estimate = NOTHING
@@ -49,30 +49,33 @@ class Spent:
 
     @property
     def total(self) -> Estimate:
+        """Seconds of the action."""
         return Estimate.total([self.device, self.host, *self.exposed.values()])
 
     def expose(self, axis: str, seconds: Estimate) -> None:
+        """Adds exposed seconds of a collective over an axis."""
         self.exposed[axis] = self.exposed.get(axis, NOTHING) + seconds
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One action or phase of a rank's step, in order.
+    """One action of the schedule (F, B …), or one phase of a step (clip, optimizer), with its cost.
 
     Attributes:
+        label: the action, or the name of the phase.
         spent: its seconds.
-        sends: bytes that go to another stage.
-        exchanges: its collectives, the numbers of blocks left out of the names of modules.
+        sends: bytes that it sends to another stage.
+        exchanges: its collectives. Names of modules have ``*`` in place of numbers of blocks.
     """
 
-    what: Action | str
+    label: Action | str
     spent: Spent
     sends: int = 0
     exchanges: tuple[Exchanges, ...] = ()
 
 
 class Clock:
-    """Plays traces of ranks of a mesh."""
+    """Computes the seconds of traces, for one profile and one mesh."""
 
     def __init__(self, profile: Profile, mesh: Mesh) -> None:
         self._profile, self._mesh = profile, mesh
@@ -83,52 +86,57 @@ class Clock:
         return [self._phase(label, events) for label, events in last_step(trace)]
 
     def _phase(self, label: Action | str, events: Sequence[Event]) -> Phase:
-        played = _Playing(self._profile)
+        """The cost of one action or phase with these events."""
+        clock = _ActionClock(self._profile)
         backward = isinstance(label, Action) and label.kind in ("B", "I", "W")
         host = self._host_seconds_per_function(label, backward=backward)
-        played.host += Estimate(self._job_seconds(label), self._profile.scatter)
+        clock.host += Estimate(self._job_seconds(label), self._profile.scatter)
         sends = 0
         for event in events:
             if isinstance(event, Op):
-                if event.flops or event.moved:  # else no kernel runs
-                    played.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
-                played.host += Estimate(host, self._profile.scatter)
+                if event.flops or event.moved:  # if both are 0, no kernel runs
+                    clock.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
+                clock.host += Estimate(host, self._profile.scatter)
             elif isinstance(event, Collective) and event.kind in ("send", "recv"):
                 sends += event.nbytes if event.kind == "send" else 0
-                played.host += Estimate(self._profile.host_collective, self._profile.scatter)
+                clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
             elif isinstance(event, Collective):
-                self._collective(event, played, backward=backward)
-        return Phase(label, played.end(), sends, exchanges_in(events, lambda ranks: self._where(ranks)[0]))
+                self._collective(event, clock, backward=backward)
+        return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._axis_and_group(ranks)[0]))
 
     def _host_seconds_per_function(self, label: Action | str, *, backward: bool) -> float:
-        """Seconds that the host takes for one function."""
+        """Seconds of the host for one function of an action or phase."""
         profile = self._profile
         if label in ("clip", "optimizer"):
             return profile.update(sharded=self._mesh.data_size * self._mesh.axis_size("tp") > 1)
         return profile.host_backward if backward else profile.host
 
     def _job_seconds(self, label: Action | str) -> float:
-        """Seconds that a job adds on the host to an action, or to a step as it begins."""
+        """Seconds of the host that a job adds to an action, or to the begin of a step."""
         if isinstance(label, Action):
             return self._profile.job_action if label.kind in ("F", "B", "I", "W") else 0.0
         return self._profile.job_step if label.startswith("step") else 0.0
 
-    def _collective(self, event: Collective, played: _Playing, *, backward: bool) -> None:
-        axis, group = self._where(event.ranks)
+    def _collective(self, event: Collective, clock: _ActionClock, *, backward: bool) -> None:
+        """Adds a collective to the clock of its action."""
+        axis, group = self._axis_and_group(event.ranks)
         if group.ranks == 1:
             return
         over_data = axis in (*DATA, "·".join(DATA))
         host = (over_data and self._profile.host_unit) or self._profile.host_collective
-        played.host += Estimate(host, self._profile.scatter)
+        clock.host += Estimate(host, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
-        beside = {"all_gather": played.gather, "reduce_scatter": played.reduce}
+        overlapping = {"all_gather": clock.gather, "reduce_scatter": clock.reduce}
         if backward:
-            beside["all_reduce"] = played.sum
+            overlapping["all_reduce"] = clock.sum
         overlaps = _has_queue(self._profile) and over_data
-        (beside.get(event.kind, played.exchange) if overlaps else played.exchange)(axis, seconds)
+        (overlapping.get(event.kind, clock.exchange) if overlaps else clock.exchange)(axis, seconds)
 
-    def _where(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
-        """The mesh axes along which the ranks of a group differ, and how many of its ranks a node holds at most."""
+    def _axis_and_group(self, ranks: tuple[int, ...]) -> tuple[str, Group]:
+        """(the mesh axes along which the ranks of a group differ, how the group is spread over nodes).
+
+        ``Group.per_node`` is the largest number of its ranks on one node.
+        """
         if ranks not in self._axes:
             per_node = self._profile.devices_per_node
             nodes = [rank // per_node for rank in ranks]
@@ -137,82 +145,89 @@ class Clock:
         return self._axes[ranks]
 
 
-class _Playing:
-    """The clocks of one action: of what computes, and of gathers and reductions that run beside it."""
+class _ActionClock:
+    """The time within one action: of its functions, and of gathers and reductions that overlap them.
+
+    Call one method for each collective, add to ``device`` and ``host`` for each function, and then call ``end``.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.device = self.host = NOTHING
         self._spent = Spent()
-        self._begun = 0.0  # of the unit that computes
-        self._moving = self._waited = 0.0  # seconds of collectives that may run beside functions; and of these, alone
-        self._gathering = self._reducing = self._summing = 0.0  # until when
-        self._reduces: tuple[str, Estimate] = ("", NOTHING)
-        self._sums: tuple[str, Estimate] = ("", NOTHING)
+        self._unit_start = 0.0  # when the compute of the current FSDP2 unit began
+        self._overlapping = 0.0  # seconds of all collectives that may overlap functions
+        self._waited = 0.0  # of these, seconds in which the device waited
+        self._gathered_at = self._reduced_at = self._summed_at = 0.0  # when the last collective of each stream ends
+        self._last_reduction: tuple[str, Estimate] = ("", NOTHING)  # (axis, seconds)
+        self._last_sum: tuple[str, Estimate] = ("", NOTHING)
 
     @property
     def now(self) -> float:
+        """Seconds since the begin of the action, without the host."""
         return Estimate.total([self.device, *self._spent.exposed.values()]).seconds
 
     def exchange(self, axis: str, seconds: Estimate) -> None:
-        """A collective that nothing runs beside."""
+        """A collective that overlaps nothing."""
         self._spent.expose(axis, seconds)
 
     def gather(self, axis: str, seconds: Estimate) -> None:
-        """A gather that began with the unit before; what follows waits for it."""
-        self._gathering = max(self._gathering, self._begun) + seconds.seconds
-        self._moving += seconds.seconds
-        self._wait(self._gathering, axis, seconds.scatter)
-        self._begun = self.now
+        """A gather that began with the compute of the previous unit. The functions after it wait for it."""
+        self._gathered_at = max(self._gathered_at, self._unit_start) + seconds.seconds
+        self._overlapping += seconds.seconds
+        self._wait(self._gathered_at, axis, seconds.scatter)
+        self._unit_start = self.now
 
     def reduce(self, axis: str, seconds: Estimate) -> None:
-        """A reduction that runs beside what follows."""
-        self._reducing = max(self._reducing, self.now) + seconds.seconds
-        self._reduces = axis, seconds
-        self._moving += seconds.seconds
+        """A reduction that overlaps the functions after it."""
+        self._reduced_at = max(self._reduced_at, self.now) + seconds.seconds
+        self._last_reduction = axis, seconds
+        self._overlapping += seconds.seconds
 
     def sum(self, axis: str, seconds: Estimate) -> None:
-        """A sum over replicas of what was reduced last, which runs beside what follows, and beside reductions."""
-        self._summing = max(self._summing, self._reducing, self.now) + seconds.seconds
-        self._sums = axis, seconds
-        self._moving += seconds.seconds
+        """A sum over replicas of the last reduction's result. It overlaps the functions and reductions after it."""
+        self._summed_at = max(self._summed_at, self._reduced_at, self.now) + seconds.seconds
+        self._last_sum = axis, seconds
+        self._overlapping += seconds.seconds
 
     def _wait(self, until: float, axis: str, scatter: float) -> None:
-        """The device waits for a collective."""
+        """The device waits until a collective ends."""
         if (wait := until - self.now) > 0:
             self._spent.expose(axis, Estimate(wait, scatter))
             self._waited += wait
 
     def end(self) -> Spent:
-        for until, (axis, seconds) in ((self._reducing, self._reduces), (self._summing, self._sums)):
+        """Waits for all reductions and returns the seconds of the action."""
+        for until, (axis, seconds) in ((self._reduced_at, self._last_reduction), (self._summed_at, self._last_sum)):
             self._wait(until, axis, seconds.scatter)
-        beside = min(self.device.seconds, max(0.0, self._moving - self._waited))
-        self.device += Estimate(self._profile.contention * beside, self._profile.scatter)
+        overlapped = min(self.device.seconds, max(0.0, self._overlapping - self._waited))
+        self.device += Estimate(self._profile.contention * overlapped, self._profile.scatter)
         self._spent.device = self.device
         self._spent.host = Estimate(behind(self._profile, self.host.seconds, self.now), self.host.scatter)
         return self._spent
 
 
 def behind(profile: Profile, host: float, busy: float) -> float:
-    """Seconds that a device waits for a host that takes ``host`` seconds, if it is busy for so many itself.
+    """Seconds in which a device that computes for ``busy`` seconds waits for a host that needs ``host`` seconds.
 
-    max(0, host − busy) if the device has a queue, which the host fills while it works; on a CPU all of the host's.
+    max(0, host − busy) if the device has a queue, which the host fills while the device computes; on a CPU ``host``.
     """
     return max(0.0, host - busy) if _has_queue(profile) else host
 
 
 def _has_queue(profile: Profile) -> bool:
+    """Whether functions are queued on the device while the host goes on, as on a GPU."""
     return profile.cores == 0
 
 
 def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
-    """The actions and phases of the last step."""
+    """(label, events) of each action and phase in the last step of a trace."""
     phases: list[tuple[Action | str, list[Event]]] = []
     for event in trace.events:
         if isinstance(event, Began):
-            if isinstance(event.what, str) and event.what.startswith("step"):
+            if isinstance(event.label, str) and event.label.startswith("step"):
                 phases = []
-            phases.append((event.what, []))
+            phases.append((event.label, []))
         elif phases:
             phases[-1][1].append(event)
     return phases

@@ -1,6 +1,7 @@
-"""``copies_of``: a ``build`` that builds once, and gives a copy of that model at each call.
+"""``copies_of``: a build function that builds a model once, and returns a copy of it at each call.
 
-A rehearsal needs no values, and each builds its model anew: building 80 blocks takes longer than rehearsing four of them.
+Every rehearsal needs a new model, and to build 80 blocks takes longer than to rehearse four. A rehearsal needs no values of
+parameters, so a copy is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from meshwright.deferred import Build, record
 
 
 class Copies:
-    """A ``build`` that gives copies of one model, whose parameters have shapes only."""
+    """A build function that returns copies of a model. The parameters of the model have shapes but no values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -26,7 +27,11 @@ class Copies:
 
 
 def copies_of(build: Build, seed: int) -> Build:
-    """``build``, called once. A model that cannot be copied is built each time."""
+    """A build function like ``build`` that calls ``build`` only once. If the model cannot be copied, ``build`` itself.
+
+    Args:
+        seed: for the random numbers that ``build`` draws.
+    """
     if isinstance(build, Copies):
         return build
     model = record(build, seed=seed, draw=False).module
@@ -35,13 +40,13 @@ def copies_of(build: Build, seed: int) -> Build:
     copies = Copies(model)
     try:
         copies()
-    except Exception:  # whatever a model keeps that cannot be copied
+    except Exception:  # a model may hold anything, and so copying it may raise anything
         return build
     return copies
 
 
 def _refers(value: Any) -> bool:
-    """Whether a copy would refer to what the original refers to: a function is not copied, nor is what it has closed over."""
+    """Whether a copy of ``value`` would share state with the original: ``deepcopy`` does not copy functions and closures."""
     if isinstance(value, dict):
         return any(map(_refers, value.values()))
     if isinstance(value, (list, tuple)):

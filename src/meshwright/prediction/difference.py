@@ -1,10 +1,10 @@
-"""``compare``: what a second plan of a model takes more or less than a first one, term by term.
+"""``compare``: how many seconds and bytes more or less a second plan of a model takes than a first plan, term by term.
 
     seconds   compute, host, the exposed communication of each axis, waiting for other stages, clip, optimizer
-    memory    parameters, gradients, optimizer, activations, … at the peak of the fullest rank
+    memory    parameters, gradients, optimizer, activations, … at the peak of the rank with the highest peak
 
-The terms of each plan sum up to its step, and the items to its peak; so the differences of all terms
-sum up to the difference of the steps.
+The terms of a plan add up to the seconds of its step, and its memory items to its peak. So the differences of all terms add
+up to the difference of the steps, and the differences of all items to the difference of the peaks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from meshwright.prediction.result import Prediction
 from meshwright.runtime.rows.loss import Loss
 
 Pair = tuple[float, float]
-"""(of the first plan, of the second plan)"""
+"""(value of the first plan, value of the second plan)"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two plans of one model, and what they take.
+    """Two plans of one model, and their predictions.
 
     Attributes:
-        plans: the first and the second; ``predictions``: of each.
+        plans: the first and the second plan.
+        predictions: of the first and of the second plan.
     """
 
     plans: tuple[Plan, Plan]
@@ -39,7 +40,7 @@ class Difference:
 
     @property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Settings that the plans say differently: setting → (of the first, of the second); None: left out."""
+        """Setting that differs → (its value in the first plan, in the second plan); None: the plan does not set it."""
         first, second = (plan.settings() for plan in self.plans)
         return {
             key: (first.get(key), second.get(key))
@@ -48,19 +49,22 @@ class Difference:
 
     @property
     def seconds(self) -> dict[str, Pair]:
-        """Terms of a step in seconds, of the rank of each plan that ends last."""
+        """Term → (its seconds in the first plan, in the second plan), on the rank of each plan that ends last."""
         first, second = (prediction.seconds.waterfall for prediction in self.predictions)
         return _pairs(first, second)
 
     @property
     def memory(self) -> dict[str, Pair]:
-        """What lives at the peak in bytes, on the rank of each plan that needs most; the largest first."""
+        """Kind of memory → (its bytes in the first plan, in the second plan), largest first.
+
+        The bytes live at the peak, on the rank of each plan with the highest peak.
+        """
         first, second = (_fullest(prediction).items for prediction in self.predictions)
         pairs = _pairs(first, second)
         return dict(sorted(pairs.items(), key=lambda item: -max(item[1])))
 
     def json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The difference as plain values, for a JSON file."""
         return {
             "plans": [plan.dump() for plan in self.plans],
             "settings": {key: list(pair) for key, pair in self.settings.items()},
@@ -80,16 +84,16 @@ def compare(
     optimizer: MakeOptimizer | None = None,
     max_norm: float | None = 1.0,
 ) -> Difference:
-    """Predicts two plans of one model, for what one takes more or less than the other. From a plain process.
+    """Predicts two plans of one model, and returns their difference. Call it in a plain process, not on a rank of a run.
 
     Args:
-        plans: two, each as for ``parallelize``, with its mesh.
+        plans: two plans with their meshes, as for ``parallelize``.
 
     The other arguments are those of ``predict``.
 
     Raises:
         PlanError: every problem of a plan or of the profile.
-        ValueError: other than two plans.
+        ValueError: there are not exactly two plans.
     """
     first, second = map(Plan.parse, plans)
     one, other = (
@@ -100,16 +104,20 @@ def compare(
 
 
 def _fullest(prediction: Prediction) -> Memory:
+    """The memory of the rank with the highest peak."""
     return max(prediction.memories.values(), key=lambda memory: memory.peak)
 
 
 def _pairs(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, Pair]:
-    """Terms in the order of the first; those of the second alone stand before the terms that follow them there."""
+    """Name → (value in ``first``, value in ``second``); 0 if it is missing.
+
+    The order is that of ``first``. A name that only ``second`` has stands before the name that follows it in ``second``.
+    """
     order, names = list(first), list(second)
-    for place, name in enumerate(names):
+    for position, name in enumerate(names):
         if name not in first:
-            after = [order.index(other) for other in names[place + 1 :] if other in order]
-            order.insert(after[0] if after else len(order), name)
+            following = [order.index(other) for other in names[position + 1 :] if other in order]
+            order.insert(following[0] if following else len(order), name)
     return {name: (first.get(name, 0), second.get(name, 0)) for name in order}
 
 

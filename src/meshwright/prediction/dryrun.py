@@ -1,7 +1,7 @@
-"""``dry_run``: what one rank of a world of any size does in a step, by the run's own code, beside what ``predict`` says.
+"""``dry_run``: rehearses a step of any rank with the run's own code, and compares its memory with the prediction.
 
-``predict`` rehearses the first rank of each role for all of them. A dry run rehearses any rank: that ranks of one role take the
-same is what the comparison shows. Where the rank is the first of its role, both are one rehearsal.
+``predict`` rehearses only the first rank of each role, and assumes that all ranks of a role need as much. A dry run rehearses
+the rank that it is asked about, and so checks this. If this is the first rank of its role, both are the same rehearsal.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from meshwright.runtime.rows.loss import Loss
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a step.
+    """What one rank does in a step, by its rehearsal.
 
     Attributes:
-        rank: the rank; ``role``: the ranks that do as it does.
-        memory: the most bytes that live at once, of this rank.
-        predicted: the same, as ``predict`` says of the role.
-        functions: functions of ATen that a step runs; ``flops``: their floating-point operations.
-        exchanges: its collectives, by kind and axis.
-        host_reads: (function, the model's line) of each value that it reads on the host, and that was assumed: see
+        rank: the rehearsed rank.
+        role: its role: the ranks that do the same.
+        memory: peak memory of this rank.
+        predicted: peak memory that ``predict`` gives for the role.
+        functions: number of ATen functions in a step.
+        flops: their floating-point operations.
+        exchanges: the collectives of a step, by kind and axis.
+        host_reads: (function, line of the model) of each read of a value on the host, which the rehearsal assumed. See
             ``check_host_reads``.
-        hardware, capacity, taken, mesh, notes: as of a ``Prediction``.
+        hardware, capacity, taken, mesh, notes: see ``Prediction``.
     """
 
     rank: int
@@ -58,7 +60,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The dry run as plain values, for a JSON file."""
         return {
             "source": "dry run",
             "mesh": self.mesh,
@@ -91,13 +93,15 @@ def dry_run(
     optimizer: MakeOptimizer | None = None,
     max_norm: float | None = 1.0,
 ) -> DryRun:
-    """Rehearses a training step of one rank: its real code, without values and without other ranks. From a plain process.
+    """Rehearses a training step of one rank: the run's own code, without values and without other ranks.
+
+    Call it in a plain process, not on a rank of a run.
 
     Args:
-        rank: any of the plan's mesh.
+        rank: any rank of the plan's mesh.
+        hardware: its profile says what the backend and the optimizer allocate, and how much memory a device has.
 
-    The other arguments are those of ``predict``. The hardware says what its backend and its optimizer allocate, and how much
-    memory a device has.
+    The other arguments are those of ``predict``.
 
     Raises:
         PlanError: every problem of the plan or the profile.
@@ -105,26 +109,27 @@ def dry_run(
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     plan = Plan.parse(plan)
-    plan.mesh.coordinate(rank)  # raises for one that is not there
+    plan.mesh.coordinate(rank)  # raises ValueError if the mesh has no such rank
     rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
     recipe = rehearsal.recipe
     role = next(role for role in roles_of(recipe) if rank in role.ranks)
     trace = rehearse(rehearsal, rank)
     memory = _memory(trace, profile)
     predicted = memory if role.rank == rank else _memory(rehearse(rehearsal, role.rank), profile)
-    ops = [event for _, events in last_step(trace) for event in events if isinstance(event, Op)]
+    functions = [event for _, events in last_step(trace) for event in events if isinstance(event, Op)]
     return DryRun(
-        rank, role, memory, predicted, len(ops), sum(op.flops for op in ops), _exchanges(trace, recipe), trace.assumed,
-        profile.name, str(recipe.mesh), capacity=profile.memory, taken=profile.context, notes=recipe.notes,
+        rank, role, memory, predicted, len(functions), sum(op.flops for op in functions), _exchanges(trace, recipe),
+        trace.assumed, profile.name, str(recipe.mesh), capacity=profile.memory, taken=profile.context, notes=recipe.notes,
     )  # fmt: skip
 
 
 def _memory(trace: Trace, profile: Profile) -> Memory:
+    """The peak memory of a trace on the hardware of a profile."""
     return memory_of(trace, CPU if profile.cores else GPU, profile.reserve)
 
 
 def _exchanges(trace: Trace, recipe: Recipe) -> tuple[Exchanges, ...]:
     """The collectives of the last step, by kind and axis."""
     axis_of = cache(recipe.mesh.along)
-    of_phases = (exchanges_in(events, axis_of) for _, events in last_step(trace))
-    return tuple(sorted(without_modules(chain.from_iterable(of_phases)), key=lambda e: (e.kind, e.axis)))
+    by_phase = (exchanges_in(events, axis_of) for _, events in last_step(trace))
+    return tuple(sorted(without_modules(chain.from_iterable(by_phase)), key=lambda e: (e.kind, e.axis)))

@@ -1,12 +1,13 @@
-"""What a whole model takes, from rehearsals of it with few blocks: linear in the number of blocks, moment by moment.
+"""Memory and seconds of a full model, extrapolated from rehearsals with few blocks. Both are linear in the number of blocks.
 
     base        embed  b0 b1    b79 head │ head b79    b1 b0 embed
     one more    embed  b0 b1 b2 b79 head │ head b79 b2 b1 b0 embed
-                └ the same from the start ┘            └ the same from the end
+                └ equal from the start ┘               └ equal from the end
 
-A moment of the base has one that it is like in the rehearsal with one more block: as far from the start of its action, or as
-far from its end. What lives at it in the whole model is ``base + n · (one more − base)``, n blocks being left out. Moments of
-blocks in between lie between those of the first and of the last, so that the largest is among these.
+A moment of the base corresponds to a moment of the rehearsal with one more block: one at the same distance from the start
+of its action, or at the same distance from its end. In the full model, ``base + n · (one more − base)`` bytes live at this
+moment, if the base lacks n blocks. The bytes at moments of blocks in between lie between those of the first and of the last
+block, so that the peak is among the moments of the base.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from typing import TypeVar
 
 from meshwright.hardware.profile import NOTHING, Estimate
 from meshwright.prediction.clock import Phase, Spent
-from meshwright.prediction.exchanges import of_all, of_all_blocks
+from meshwright.prediction.exchanges import extrapolated, module_pattern
 from meshwright.prediction.memory import KERNELS, Levels, Moment, PhaseMoments, Site
 from meshwright.prediction.passing import NotAlike
 from meshwright.schedule import Action
 
 Part = tuple[int, int, Moment]
-"""(which rehearsal, how often it counts, its moment)"""
+"""(number of a rehearsal, its weight, a moment of it)"""
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A moment of the whole model: bytes that live, and of which moments they are the sum."""
+    """A moment of the full model.
+
+    Attributes:
+        nbytes: bytes that live.
+        parts: the moments of rehearsals whose weighted sum this is.
+    """
 
     nbytes: int
     parts: tuple[Part, ...]
@@ -38,75 +44,83 @@ class Level:
 
 @dataclass(frozen=True)
 class PhaseLevels:
-    """The memory of an action or phase of the whole model; ``PhaseMoments`` says what is in it."""
+    """The memory of an action or phase of the full model.
 
-    what: Action | str
+    Attributes:
+        label: the action, or the name of the phase.
+        start, end: bytes that live when it begins, and when it has ended.
+        highest: the moment at which most bytes live.
+    """
+
+    label: Action | str
     start: int
     end: int
     highest: Level
 
 
 def phase_levels(rehearsed: Sequence[Levels], weights: Sequence[int]) -> list[PhaseLevels]:
-    """The phases of the whole model.
+    """The memory of each action and phase of the full model.
 
     Args:
-        rehearsed: the base, and one more of each kind of block; ``weights``: how often the difference of each counts.
+        rehearsed: memory of the base, and of each rehearsal with one more block.
+        weights: for each rehearsal with one more block, the number of blocks that the base lacks.
 
     Raises:
-        NotAlike: they do not do the same.
+        NotAlike: the rehearsals have different actions.
     """
     phases = [levels.phases for levels in rehearsed]
-    if len({tuple(phase.what for phase in those) for those in phases}) != 1:
-        raise NotAlike("with one block more, another schedule is run")
-    return [_phase(those[0], those[1:], weights) for those in zip(*phases, strict=True)]
+    if len({tuple(phase.label for phase in one_each) for one_each in phases}) != 1:
+        raise NotAlike("with one more block, the model runs another schedule")
+    return [_phase(one_each[0], one_each[1:], weights) for one_each in zip(*phases, strict=True)]
 
 
 def items_of(rehearsed: Sequence[Levels], level: Level) -> tuple[dict[str, int], dict[Site, int]]:
-    """What lives at a moment of the whole model: bytes by kind, and by site, the numbers of blocks left out."""
+    """The memory at a moment of the full model: (kind → bytes, site → bytes). Modules of sites have ``*`` for numbers."""
     if len(level.parts) == 1:
-        ((which, _, moment),) = level.parts
-        items, sites = rehearsed[which].items(moment.at)
-        return items | ({KERNELS: moment.within} if moment.within else {}), sites
+        ((number, _, moment),) = level.parts
+        items, sites = rehearsed[number].items(moment.at)
+        return items | ({KERNELS: moment.transient} if moment.transient else {}), sites
     items, sites = defaultdict[str, int](int), defaultdict[Site, int](int)
-    for which, times, moment in level.parts:
-        kinds, places = rehearsed[which].items(moment.at)
-        for kind, nbytes in (*kinds.items(), (KERNELS, moment.within)):
-            items[kind] += times * nbytes
-        for (module, line, function), nbytes in places.items():
-            sites[of_all(module), line, function] += times * nbytes
+    for number, weight, moment in level.parts:
+        kinds, rehearsed_sites = rehearsed[number].items(moment.at)
+        for kind, nbytes in (*kinds.items(), (KERNELS, moment.transient)):
+            items[kind] += weight * nbytes
+        for (module, line, function), nbytes in rehearsed_sites.items():
+            sites[module_pattern(module), line, function] += weight * nbytes
     return _positive(items), _positive(sites)
 
 
 def kinds_at(moments: Sequence[Level], rehearsed: Sequence[Levels]) -> dict[Level, dict[str, int]]:
-    """Moment of the whole model → what lives at it: bytes by kind. Each rehearsal is gone through once."""
-    asked = [{moment.at for level in moments for i, _, moment in level.parts if i == which}
-             for which in range(len(rehearsed))]  # fmt: skip
-    kinds = [levels.kinds(after) for levels, after in zip(rehearsed, asked, strict=True)]
+    """Moment of the full model → kind → bytes that live at it. Reads the events of each rehearsal only once."""
+    kinds = []
+    for number, levels in enumerate(rehearsed):
+        events = {moment.at for level in moments for i, _, moment in level.parts if i == number}
+        kinds.append(levels.kinds(events))
     kinds_of_level: dict[Level, dict[str, int]] = {}
     for level in dict.fromkeys(moments):
         items = defaultdict[str, int](int)
-        for which, times, moment in level.parts:
-            for kind, nbytes in (*kinds[which][moment.at].items(), (KERNELS, moment.within)):
-                items[kind] += times * nbytes
+        for number, weight, moment in level.parts:
+            for kind, nbytes in (*kinds[number][moment.at].items(), (KERNELS, moment.transient)):
+                items[kind] += weight * nbytes
         kinds_of_level[level] = _positive(items)
     return kinds_of_level
 
 
 def phases_of(rehearsed: Sequence[Sequence[Phase]], weights: Sequence[int]) -> list[Phase]:
-    """The phases of the whole model in time."""
+    """The seconds and collectives of each action and phase of the full model. Arguments: as those of ``phase_levels``."""
     base, *others = rehearsed
     return [
         replace(
             phase,
             spent=_spent(phase.spent, [other[i].spent for other in others], weights),
-            exchanges=of_all_blocks(phase.exchanges, [other[i].exchanges for other in others], weights),
+            exchanges=extrapolated(phase.exchanges, [other[i].exchanges for other in others], weights),
         )
         for i, phase in enumerate(base)
     ]
 
 
 def linear(base: float, others: Sequence[float], weights: Sequence[int]) -> float:
-    """base + Σ weight · (other − base)"""
+    """base + Σ weight · (other − base)."""
     return base + sum(weight * (other - base) for other, weight in zip(others, weights, strict=True))
 
 
@@ -116,45 +130,48 @@ def linear(base: float, others: Sequence[float], weights: Sequence[int]) -> floa
 def _phase(base: PhaseMoments, others: Sequence[PhaseMoments], weights: Sequence[int]) -> PhaseLevels:
     start = linear(base.start, [other.start for other in others], weights)
     end = linear(base.end, [other.end for other in others], weights)
-    return PhaseLevels(base.what, round(start), round(end), _highest(base, others, weights))
+    return PhaseLevels(base.label, round(start), round(end), _highest(base, others, weights))
 
 
 def _highest(base: PhaseMoments, others: Sequence[PhaseMoments], weights: Sequence[int]) -> Level:
-    alike = [_alike(base.moments, other.moments) for other in others]
+    """The moment of an action in the full model at which most bytes live."""
+    matches = [_alike(base.moments, other.moments) for other in others]
     candidates = [
-        _level(moment, [max(pairs[i], key=_nbytes) for pairs in alike], weights)
+        _level(moment, [max(moments_alike[i], key=_nbytes) for moments_alike in matches], weights)
         for i, moment in enumerate(base.moments)
-        if all(pairs[i] for pairs in alike)
+        if all(moments_alike[i] for moments_alike in matches)
     ]
-    # What grows piece by piece in straight lines is never below the line through two of its values.
+    # The peak is a maximum of linear functions of the number of blocks, so it is convex: beyond the two numbers of blocks that
+    # were rehearsed, it is never below the line through their peaks.
     highest = _level(max(base.moments, key=_nbytes), [max(other.moments, key=_nbytes) for other in others], weights)
     return max([highest, *candidates], key=lambda level: level.nbytes)
 
 
 def _level(base: Moment, others: Sequence[Moment], weights: Sequence[int]) -> Level:
+    """The moment of the full model that corresponds to a moment of the base and one of each other rehearsal."""
     nbytes = round(linear(base.nbytes, [other.nbytes for other in others], weights))
     more = [(i + 1, weight, other) for i, (other, weight) in enumerate(zip(others, weights, strict=True)) if weight]
     return Level(nbytes, ((0, 1 - sum(weight for _, weight, _ in more), base), *more))
 
 
 def _alike(base: Sequence[Moment], other: Sequence[Moment]) -> list[list[Moment]]:
-    """For each moment of the base those of another rehearsal that are like it: from the start, and from the end.
+    """For each moment of the base, the moments of another rehearsal that correspond to it: from the start, and from the end.
 
-    From the end, all but the first block: nothing went before it in the base, and another block in the other rehearsal, whose
-    gradients may still be on their way.
+    From the end, the moments of one block are left out: in the other rehearsal a block ran before it, whose gradients may
+    still be in a reduction.
     """
     start = _common(base, other)
     end = _common(base[::-1], other[::-1]) - max(0, len(other) - len(base))
-    pairs: list[list[Moment]] = [[] for _ in base]
+    matches: list[list[Moment]] = [[] for _ in base]
     for i in range(start):
-        pairs[i].append(other[i])
+        matches[i].append(other[i])
     for i in range(1, end + 1):
-        pairs[-i].append(other[-i])
-    return pairs
+        matches[-i].append(other[-i])
+    return matches
 
 
 def _common(one: Sequence[Moment], other: Sequence[Moment]) -> int:
-    """How many moments two begin with that are of the same functions."""
+    """Number of moments from the start at which both rehearsals run the same functions."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a.name != b.name:
             return i

@@ -1,19 +1,19 @@
-"""``job_costs``: what a job takes on the host, from jobs of a small model: one process, and two.
+"""``job_costs``: measures the host's seconds of a job, with jobs of a small model on one and two processes.
 
-Its tensors are so small that nearly all is the host's. A rehearsal counts what each job calls; one job after another has one
-thing more, and what it takes longer is that thing's:
+The tensors of the model are so small that nearly all time is the host's. A rehearsal counts the functions and collectives of
+each job. Each run in this table has one cost more than the runs before it, so that the difference is this cost:
 
-| what is run | seconds of a rank's main thread | gives |
+| run | seconds of a rank's main thread | measures |
 | --- | --- | --- |
 | the model, without a job | F = functions · host + device; B likewise | host, host_backward |
-| a job, 4 microbatches less one | 3 (F + B + 2 job_action) | job_action |
+| a job: 4 microbatches minus 1 | 3 (F + B + 2 job_action) | job_action |
 | a job, one microbatch | F + B + 2 job_action + job_step | job_step |
-| over dp_shard=2 | that of its functions + gathers and reductions · host_unit | host_unit |
-| clip and optimizer, alone; over dp_shard=2 | functions · host_… + device | host_update; host_sharded |
-| over tp=2 | that of its functions + collectives · host_collective | host_collective |
+| a job over dp_shard=2 | as one process + (gathers and reductions) · host_unit | host_unit |
+| clip and optimizer: one process; dp_shard=2 | functions · host_… + device | host_update; host_sharded |
+| a job over tp=2 | as one process + collectives · host_collective | host_collective |
 
-The clock is that of the main thread, which stands while it waits for a core or for another rank; what a backend's threads take
-is the link's (``hardware.exchange``).
+The clock is CPU time of the main thread, which stops while the thread waits for a core or for another rank. The CPU time of a
+backend's threads is part of the link (``hardware.exchange``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from meshwright.workers.pool import LocalWorkers
 
 WORDS, WIDTH, HEADS, DEPTH, TOKENS, ROWS = 64, 32, 4, 4, 16, 4
-WARM, STEPS = 5, 15  # steps before those that are timed, which record blocks; steps that are timed
+WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
 HOST = (
     "host",
     "host_backward",
@@ -58,7 +58,7 @@ HOST = (
 
 
 class Block(nn.Module):
-    """Attention and an MLP, as people write them."""
+    """A usual transformer block: attention and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """A decoder that gives its loss."""
+    """A small decoder that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,47 +92,59 @@ class Small(nn.Module):
 
 
 def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Profile:
-    """The profile with what the host takes. About 15 seconds.
+    """Measures the host's seconds of a job, and returns the profile with them. Takes about 15 seconds.
 
     Args:
-        profile: of this machine, its link measured.
-        workers: at least two, with as many threads as the profile's devices have.
-        steps: of each job, which are timed.
+        profile: the profile of this machine, with its measured link.
+        workers: at least two workers, with as many threads as the profile's devices have.
+        steps: number of timed steps of each job.
     """
-    forward, backward = workers.run(_plain, steps, ranks=1)[0]
-    alone, many, shards, tp = (_Ran.of(workers, profile, steps, **plan) for plan in (
+    forward, backward = workers.run(_time_model, steps, ranks=1)[0]
+    single, microbatched, sharded, tensor_parallel = (_JobRun.measured(workers, profile, steps, **plan) for plan in (
         {"mesh": "dp_shard=1"}, {"mesh": "dp_shard=1", "microbatches": 4}, {"mesh": "dp_shard=2"}, {"mesh": "tp=2"},
     ))  # fmt: skip
-    host = max(0.0, forward - alone.device["F"]) / alone.functions["F"]
-    back = max(0.0, backward - alone.device["B"]) / alone.functions["B"]
-    action = max(0.0, many.step - alone.step - many.plain(host, back) + alone.plain(host, back)) / (2 * 3)
-    step = max(0.0, alone.step - alone.plain(host, back) - 2 * action)
+    host = max(0.0, forward - single.device["F"]) / single.functions["F"]
+    host_backward = max(0.0, backward - single.device["B"]) / single.functions["B"]
+    in_functions, in_functions_of_4 = (run.function_seconds(host, host_backward) for run in (single, microbatched))
+    job_action = max(0.0, microbatched.step - single.step - in_functions_of_4 + in_functions) / (2 * 3)
+    job_step = max(0.0, single.step - in_functions - 2 * job_action)
 
-    def called(run: _Ran) -> float:
-        """Seconds of a collective."""
-        more = run.step - run.plain(host, back) - 2 * action - step
-        return max(0.0, more) / run.collectives
+    def seconds_per_collective(run: _JobRun) -> float:
+        """The host's seconds of one collective in a run."""
+        in_collectives = run.step - run.function_seconds(host, host_backward) - 2 * job_action - job_step
+        return max(0.0, in_collectives) / run.collectives
 
-    update, sharded = (max(0.0, run.update - run.device["update"]) / run.functions["update"] for run in (alone, shards))
-    host_seconds: dict[str, float] = {
-        "host": host, "host_backward": back, "job_action": action, "job_step": step, "host_unit": called(shards),
-        "host_collective": called(tp), "host_update": update, "host_sharded": sharded,
-    }  # fmt: skip
-    return _with(profile, {name: short(seconds) for name, seconds in host_seconds.items()})
+    host_update, host_sharded = (
+        max(0.0, run.update - run.device["update"]) / run.functions["update"] for run in (single, sharded)
+    )
+    seconds: dict[str, float] = {
+        "host": host,
+        "host_backward": host_backward,
+        "job_action": job_action,
+        "job_step": job_step,
+        "host_unit": seconds_per_collective(sharded),
+        "host_collective": seconds_per_collective(tensor_parallel),
+        "host_update": host_update,
+        "host_sharded": host_sharded,
+    }
+    return _with(profile, {name: short(value) for name, value in seconds.items()})
 
 
 def _with(profile: Profile, seconds: dict[str, Any]) -> Profile:
+    """The profile with these fields replaced."""
     return replace(profile, **seconds)
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """A job's seconds, and what a rehearsal says that it calls.
+class _JobRun:
+    """The measured seconds of a job's step, and the calls of this step by a rehearsal.
 
     Attributes:
-        step, update: seconds of forwards and backwards, and of clip and optimizer.
-        functions: F, B and update → how many there are; ``device``: and what they take on the device.
-        collectives: of forwards and backwards.
+        step: seconds of all forwards and backwards.
+        update: seconds of clip and optimizer.
+        functions: F (forwards), B (backwards) or update → number of functions.
+        device: F, B or update → seconds of these functions on the device.
+        collectives: number of collectives in forwards and backwards.
     """
 
     step: float
@@ -142,43 +154,45 @@ class _Ran:
     collectives: int
 
     @classmethod
-    def of(cls, workers: LocalWorkers, profile: Profile, steps: int, **settings: Any) -> _Ran:
+    def measured(cls, workers: LocalWorkers, profile: Profile, steps: int, **settings: Any) -> _JobRun:
+        """Runs a job under the plan with these settings, and rehearses it."""
         plan = Plan.parse(settings)
         ids = torch.arange(ROWS * TOKENS * (plan.microbatches or 1)).reshape(-1, TOKENS) % WORDS
-        measured = workers.run(_job, plan, ids, steps, ranks=plan.mesh.size)
-        trace = rehearse(rehearsal_of(Small, (ids,), plan, _itself, torch.optim.AdamW, 1.0), 0)
+        measured = workers.run(_time_job, plan, ids, steps, ranks=plan.mesh.size)
+        trace = rehearse(rehearsal_of(Small, (ids,), plan, _identity, torch.optim.AdamW, 1.0), 0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
-        functions, device, collectives = dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, 0.0), 0
+        functions, device, collectives = dict.fromkeys(_PASSES, 0), dict.fromkeys(_PASSES, 0.0), 0
         for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
             kind = "update" if label in ("clip", "optimizer") else str(getattr(label, "kind", ""))
-            if kind in _KINDS:
+            if kind in _PASSES:
                 functions[kind] += sum(isinstance(event, Op) for event in events)
                 device[kind] += phase.spent.device.seconds
-                collectives += kind != "update" and sum(_counts(event, plan.mesh) for event in events)
+                collectives += kind != "update" and sum(_is_over_all_ranks(event, plan.mesh) for event in events)
         step, update = (statistics.mean(times) for times in zip(*measured, strict=True))
         return cls(step, update, functions, device, collectives)
 
-    def plain(self, host: float, backward: float) -> float:
-        """Seconds of its functions in forwards and backwards."""
+    def function_seconds(self, host: float, backward: float) -> float:
+        """Seconds of the functions in forwards and backwards, if the host takes so many for one in each."""
         return self.functions["F"] * host + self.functions["B"] * backward + self.device["F"] + self.device["B"]
 
 
-_KINDS = ("F", "B", "update")
+_PASSES = ("F", "B", "update")
 
 
-def _counts(event: object, mesh: Mesh) -> bool:
+def _is_over_all_ranks(event: object, mesh: Mesh) -> bool:
+    """Whether an event is a collective of all ranks of a mesh with several."""
     return isinstance(event, Collective) and len(event.ranks) == mesh.size > 1
 
 
-def _itself(output: Any) -> Any:
+def _identity(output: Any) -> Any:
     return output
 
 
 # --- on a worker ------------------------------------------------------------------------------------------------------
 
 
-def _plain(steps: int) -> tuple[float, float]:
-    """Seconds of a forward and a backward of the model itself."""
+def _time_model(steps: int) -> tuple[float, float]:
+    """(seconds of a forward, of a backward) of the model without a job."""
     model, ids = Small(), torch.arange(ROWS * TOKENS).reshape(-1, TOKENS) % WORDS
 
     def step() -> list[float]:
@@ -190,9 +204,9 @@ def _plain(steps: int) -> tuple[float, float]:
     return forward, backward
 
 
-def _job(plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
-    """Seconds of a job's step, and of its clip and optimizer."""
-    job = make_job(Small, plan.replace(verify=0), batch=(ids,), loss=_itself)
+def _time_job(plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
+    """(seconds of the forwards and backwards of a job's step, of clip and optimizer)."""
+    job = make_job(Small, plan.replace(verify=0), batch=(ids,), loss=_identity)
     rows = copied(rows_of_rank((ids,), job.recipe, job.rank))
     optimizer = torch.optim.AdamW(job.parameters())
 
@@ -210,12 +224,16 @@ def _job(plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
 
 
 def _medians(step: Callable[[], list[float]], steps: int) -> list[float]:
-    """Of each part of some steps, after some that warm up."""
+    """The median seconds of each part of a step, over ``steps`` steps after ``WARM`` others.
+
+    ``step`` runs a step and returns the seconds of each of its parts.
+    """
     times = [step() for _ in range(WARM + steps)][WARM:]
     return [statistics.median(part) for part in zip(*times, strict=True)]
 
 
 def _thread_seconds(parts: Sequence[Callable[[], object]]) -> list[float]:
+    """Calls each part, and returns the CPU seconds of this thread for it."""
     seconds = []
     for part in parts:
         began = time.thread_time()

@@ -1,9 +1,9 @@
-"""What a rank of a run on this machine takes: bytes as torch's own allocator counts them, and seconds of a step.
+"""``measured_rank``: measures a rank of a run on this machine: bytes as torch's allocator counts them, and seconds of a step.
 
-The allocator reports every allocation and release to torch's profiler: those within kernels and backends too, of which no
-dispatch mode sees anything. A release by a thread of a backend's is not reported: gloo's thread may be the last to hold what a
-collective was given, by chance. So at the begin of each step the bytes that live are counted anew, from the tensors that
-Python's garbage collector knows, and the step with the smallest peak counts, of several that do the same.
+The allocator reports each allocation and release to torch's profiler, including those within kernels and backends, which no
+dispatch mode sees. But it does not report a release by a thread of a backend: gloo's thread may happen to hold the last
+reference to a tensor of a collective. So at the begin of each step the living bytes are counted anew, from the tensors that
+Python's garbage collector knows; and of several equal steps, the one with the smallest peak counts.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ from meshwright.runtime.weights.parameters import local_tensor
 
 _STEP = "meshwright.step"
 UNSTEADY = 3
-"""Steps that take more than those that follow: the first tries how rows combine, in the second and third blocks are recorded
-as local programs (``replay``)."""
+"""Number of first steps that need more memory and time than later ones. The first step tries how rows combine. The second and
+third record blocks as local programs (``replay``)."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank.
+    """The measurements of one rank.
 
     Attributes:
-        peaks: bytes that lived at most in each step, the ``UNSTEADY`` ones first.
-        kept: bytes that lived between steps, after the last.
-        seconds: of each step without the profiler, from barrier to barrier.
+        peaks: peak bytes of each profiled step, including the first ``UNSTEADY`` ones.
+        persistent: bytes that lived after the last of these steps.
+        seconds: of each timed step, which ran without the profiler, from barrier to barrier.
     """
 
     peaks: tuple[int, ...]
-    kept: int
+    persistent: int
     seconds: tuple[float, ...]
 
     @property
     def peak(self) -> int:
-        """The peak of a step after the unsteady ones: the smallest, as what is not reported adds to it."""
+        """The smallest peak of a step after the unsteady ones. Releases that were not reported only make a peak larger."""
         return min(self.peaks[UNSTEADY:])
 
 
 def measured_rank(
     build: Any, batch: Any, plan: Plan, loss: Loss, optimizer: MakeOptimizer, max_norm: float | None, steps: int
 ) -> Measured:
-    """Runs steps, and measures them. Collective: every rank calls it alike.
+    """Runs steps of a job and measures them. Collective: every rank calls it with equal arguments.
 
     Args:
-        batch: of all data ranks together.
-        steps: at least 1, of which memory is measured, after ``UNSTEADY`` ones; as many again are timed.
+        batch: the batch of all data ranks together.
+        max_norm: the norm to which gradients are clipped; None: they are not clipped.
+        steps: number of steps whose memory counts, at least 1. They run after ``UNSTEADY`` other steps. Then ``steps`` further
+            steps are timed.
     """
     job = make_job(build, plan.replace(verify=0, weights="drawn"), batch=batch, loss=loss)
     rows = copied(rows_of_rank(batch, job.recipe, job.rank))
@@ -80,7 +82,7 @@ def measured_rank(
 
 
 class _Steps:
-    """Steps of a job with its optimizer."""
+    """Training steps of a job: forward, backward, clip, optimizer."""
 
     def __init__(self, job: Job, rows: Any, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
         self._job, self._rows, self._optimizer, self._max_norm = job, rows, optimizer, max_norm
@@ -93,16 +95,16 @@ class _Steps:
         self._optimizer.zero_grad()
 
     def timed(self) -> float:
-        """Seconds of a step, of the slowest rank."""
+        """Runs a step, and returns its seconds until the slowest rank has ended."""
         dist.barrier()
-        started = time.perf_counter()
+        began = time.perf_counter()
         self.step()
         dist.barrier()
-        return time.perf_counter() - started
+        return time.perf_counter() - began
 
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
-    """Of the storages of tensors, each once."""
+    """Bytes of the storages of tensors. A storage that several tensors share counts once."""
     storages = {
         storage_of(local): local.untyped_storage().nbytes()
         for t in tensors
@@ -113,27 +115,27 @@ def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
 
 
 def _living() -> list[Tensor]:
-    """Every tensor that Python's garbage collector knows, and that has memory here."""
+    """Every tensor on the CPU that Python's garbage collector knows."""
     gc.collect()
-    living = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
     return [
-        t for t in living if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout is torch.strided
+        t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout is torch.strided
     ]
 
 
 def _peaks(profiler: Any, begins: Sequence[int]) -> tuple[int, ...]:
-    """Bytes that live at most in each step. ``begins``: those that live when it begins.
+    """Peak bytes of each step. ``begins``: bytes that live at the begin of each step.
 
-    Private: there is no public way to the single events of an allocator on a CPU.
+    Private: torch has no public way to read the single events of its CPU allocator.
     """
     events = profiler.profiler.kineto_results.events()
     starts = sorted(event.start_ns() for event in events if event.name() == _STEP)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     peaks, live, step = list(begins[: len(starts)]), begins[0], 0
-    for when, nbytes in changes:
-        now = max(0, bisect_right(starts, when) - 1)
-        if now != step:
-            step, live = now, begins[now]
+    for nanoseconds, nbytes in changes:
+        current = max(0, bisect_right(starts, nanoseconds) - 1)
+        if current != step:
+            step, live = current, begins[current]
         live += nbytes
         peaks[step] = max(peaks[step], live)
     return tuple(peaks)

@@ -1,14 +1,14 @@
-"""``Memory``: what of a trace is memory: the most bytes that live at once, itemised, and the moment of that.
+"""``Memory``: the peak memory of a trace, by kind, and when it is reached.
 
-A storage is called by when it comes and goes:
+The kind of a storage follows from when it is allocated and freed:
 
-    parameters, buffers, batch, gradients, optimizer   what the run keeps, by what it is (``Trace.kept``)
+    parameters, buffers, batch, gradients, optimizer   persistent storages, which the run has labelled (``Trace.persistent``)
     unsharded parameters                               storages that FSDP2 empties and fills again
-    communication                                      of others, those that collectives read or write
-    activations                                        made in a forward, and alive after it
-    unreduced gradients                                made in a backward, and alive after it
-    temporaries                                        the rest
-    kernels and backends                               what they allocate while they run (``allocations``)
+    communication                                      other storages that collectives read or write
+    activations                                        allocated in a forward, and freed in a later action
+    unreduced gradients                                allocated in another action, and freed in a later one
+    temporaries                                        all other storages
+    kernels and backends                               memory that they allocate while they run (``allocations``)
 """
 
 from __future__ import annotations
@@ -25,72 +25,85 @@ TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced g
 UNSHARDED = "unsharded parameters"
 KERNELS = "kernels and backends"
 Site = tuple[str, str, str]
-"""(module, the model's line, function)"""
+"""The place where a storage was allocated: (module, line of the model, function)."""
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The most bytes that live in an action of the schedule, or a phase of the step: bytes, and what they are."""
+    """The peak memory of an action of the schedule, or of a phase of the step.
 
-    what: str
+    Attributes:
+        label: the action, or the name of the phase.
+        nbytes: bytes at the peak.
+        items: kind → bytes at the peak.
+    """
+
+    label: str
     nbytes: int
     items: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The most bytes that live at once on a rank, and what they are.
+    """The peak memory of a rank in a step.
 
     Attributes:
-        peak: bytes.
-        items: of them, by what they are.
-        when: the action of the schedule, or the phase of the step.
-        sites: bytes of activations and temporaries, by where they were made.
-        kept: bytes that live between steps.
-        reserve: fraction by which an allocator may hold more than what lives.
-        phases: the same of each action and phase of the step, in order; none if only the peak is known.
+        peak: bytes that live at the peak.
+        items: kind → bytes at the peak.
+        when: the action or phase in which the peak is reached.
+        sites: site → bytes of activations and temporaries at the peak.
+        persistent: bytes that live between steps.
+        reserve: bytes that an allocator may hold beyond those that live, as a fraction of them.
+        phases: the peak of each action and phase of the step, in order. Empty in a measurement and in a dry run.
     """
 
     peak: int
     items: Mapping[str, int] = field(default_factory=dict)
     when: str = ""
     sites: Mapping[Site, int] = field(default_factory=dict)
-    kept: int = 0
+    persistent: int = 0
     reserve: float = 0.0
     phases: tuple[PhaseMemory, ...] = ()
 
     @property
     def low(self) -> int:
-        """Bytes that an allocator holds at least at the peak: those that live."""
+        """Least bytes that an allocator holds at the peak: those that live."""
         return self.peak
 
     @property
     def high(self) -> int:
-        """Bytes that an allocator may hold at the peak: those that live, and what lies between them."""
+        """Most bytes that an allocator may hold at the peak: those that live, and the gaps between them."""
         return round(self.peak * (1 + self.reserve))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of a trace up to one function or collective.
+    """The events of a trace between two functions or collectives, including the second one.
 
     Attributes:
-        name: of the function.
-        nbytes: that live at most in it.
-        at: the event at which they do; ``within``: of the bytes, those that live during that event only.
+        name: name of the function, or kind of the collective, at its end.
+        nbytes: the most bytes that live during these events.
+        at: number of the event at which they live.
+        transient: of the bytes, those that live only during that event.
     """
 
     name: str
     nbytes: int
     at: int
-    within: int = 0
+    transient: int = 0
 
 
 @dataclass(frozen=True)
 class PhaseMoments:
-    """The memory of an action or phase: bytes that live when it begins and when it has ended, and its moments."""
+    """The memory of an action or phase of a trace.
 
-    what: Action | str
+    Attributes:
+        label: the action, or the name of the phase.
+        start, end: bytes that live when it begins, and when it has ended.
+        moments: its moments, in order.
+    """
+
+    label: Action | str
     start: int
     end: int
     moments: tuple[Moment, ...]
@@ -98,10 +111,12 @@ class PhaseMoments:
 
 @dataclass(frozen=True)
 class Levels:
-    """The memory of a trace, phase by phase.
+    """The memory of a trace over time.
 
     Attributes:
-        events: of the trace, those that are about memory in the order in which memory comes and goes.
+        trace: the trace.
+        events: its events. If the backend keeps sent tensors, their ``Freed`` events come later than in the trace.
+        phases: the memory of each action and phase, in order.
     """
 
     trace: Trace
@@ -109,78 +124,78 @@ class Levels:
     phases: list[PhaseMoments]
 
     def items(self, at: int) -> tuple[dict[str, int], dict[Site, int]]:
-        """What lives after an event: bytes by kind, and by site."""
+        """The memory after an event: (kind → bytes, site → bytes). ``at``: number of the event."""
         return _items(self.trace, self.events[: at + 1])
 
     def kinds(self, after: Iterable[int]) -> dict[int, dict[str, int]]:
-        """Event → what lives after it: bytes by kind. ``after``: the events that are asked about."""
-        kinds, live, asked = kinds_of(self.trace), dict[int, int](), frozenset(after)
+        """Number of an event → kind → bytes that live after it. ``after``: numbers of events."""
+        kinds, live, wanted = kinds_of(self.trace), dict[int, int](), frozenset(after)
         items: dict[str, int] = defaultdict(int)
         kinds_after: dict[int, dict[str, int]] = {-1: {}}
         for index, event in enumerate(self.events):
             if isinstance(event, (Allocated, Resized, Freed)):
                 items[kinds[event.storage]] += _change(event, live)
-            if index in asked:
+            if index in wanted:
                 kinds_after[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
         return kinds_after
 
     @property
-    def kept(self) -> int:
+    def persistent(self) -> int:
         """Bytes that live between steps."""
-        return _bytes_between_steps(self.trace)
+        return _persistent_bytes(self.trace)
 
 
 def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
-    """The memory of a trace. ``allocations``: what kernels and backends allocate while they run."""
-    events = _sends_kept(trace) if allocations.keeps_sends else trace.events
+    """The memory of a trace over time. ``allocations``: those of the machine's kernels and backends."""
+    events = _with_late_frees(trace) if allocations.keeps_sends else trace.events
     phases: list[PhaseMoments] = []
     moments: list[Moment] = []
     label: Action | str = ""
     live: dict[int, int] = {}
     total = start = 0
-    high = Moment("", 0, -1)  # of this stretch
+    highest = Moment("", 0, -1)  # the highest since the last function or collective
     for index, event in enumerate(events):
         if isinstance(event, Began):
-            phases.append(PhaseMoments(label, start, total, (*moments, high)))
-            label, start, moments, high = event.what, total, [], Moment("", total, index)
+            phases.append(PhaseMoments(label, start, total, (*moments, highest)))
+            label, start, moments, highest = event.label, total, [], Moment("", total, index)
             continue
         total += _change(event, live)
-        within = _within(event, allocations)
-        if total + within > high.nbytes:
-            high = Moment("", total + within, index, within)
+        transient = _transient_bytes(event, allocations)
+        if total + transient > highest.nbytes:
+            highest = Moment("", total + transient, index, transient)
         if isinstance(event, (Op, Collective)):
-            moments.append(replace(high, name=event.name if isinstance(event, Op) else event.kind))
-            high = Moment("", total, index)
-    phases.append(PhaseMoments(label, start, total, (*moments, high)))
+            moments.append(replace(highest, name=event.name if isinstance(event, Op) else event.kind))
+            highest = Moment("", total, index)
+    phases.append(PhaseMoments(label, start, total, (*moments, highest)))
     return Levels(trace, events, phases)
 
 
 def memory_of(trace: Trace, allocations: Allocations = CPU, reserve: float = 0.0) -> Memory:
-    """The moment of a trace at which most bytes live.
+    """The peak memory of a trace.
 
     Args:
-        allocations: what kernels and backends allocate while they run.
-        reserve: of the allocator.
+        allocations: those of the machine's kernels and backends.
+        reserve: of the allocator; see ``Memory``.
     """
     levels = levels_of(trace, allocations)
     phase, moment = max(
         ((phase, moment) for phase in levels.phases for moment in phase.moments), key=lambda pair: pair[1].nbytes
     )
     items, sites = levels.items(moment.at)
-    if moment.within:
-        items[KERNELS] = moment.within
-    return Memory(moment.nbytes, items, str(phase.what), sites, levels.kept, reserve)
+    if moment.transient:
+        items[KERNELS] = moment.transient
+    return Memory(moment.nbytes, items, str(phase.label), sites, levels.persistent, reserve)
 
 
-def _within(event: Event, allocations: Allocations) -> int:
-    """Bytes that live only during an event: they are allocated and freed within it."""
+def _transient_bytes(event: Event, allocations: Allocations) -> int:
+    """Bytes that kernels and backends allocate and free within an event."""
     if isinstance(event, Collective):
         return round(allocations.collectives.get(event.kind, 0.0) * event.nbytes)
     return event.workspace if isinstance(event, Op) and allocations.workspaces else 0
 
 
 def _change(event: Event, live: dict[int, int]) -> int:
-    """Bytes that an event allocates, or frees if negative. Updates ``live``: storage → bytes."""
+    """Bytes that an event allocates; negative if it frees them. Updates ``live``: storage → bytes."""
     if isinstance(event, (Allocated, Resized)):
         before = live.get(event.storage, 0)
         live[event.storage] = event.nbytes
@@ -188,12 +203,12 @@ def _change(event: Event, live: dict[int, int]) -> int:
     return -live.pop(event.storage, 0) if isinstance(event, Freed) else 0
 
 
-def _sends_kept(trace: Trace) -> list[Event]:
-    """The events of a trace, if each sent storage lives until the end of the schedule: its ``Freed`` moves there."""
+def _with_late_frees(trace: Trace) -> list[Event]:
+    """The events of a trace in which each sent storage lives until the end of the schedule: its ``Freed`` event moves there."""
     events: list[Event] = []
     late_frees: list[Event] = []
     for event in trace.events:
-        if isinstance(event, Began) and isinstance(event.what, str):
+        if isinstance(event, Began) and isinstance(event.label, str):
             events += late_frees
             late_frees = []
         late = isinstance(event, Freed) and event.storage in trace.sent
@@ -202,7 +217,7 @@ def _sends_kept(trace: Trace) -> list[Event]:
 
 
 def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site, int]]:
-    """What lives after these events of a trace: bytes by kind, and by site."""
+    """The memory after the first events of a trace: (kind → bytes, site → bytes)."""
     kinds, live = kinds_of(trace), dict[int, int]()
     allocated = {event.storage: event for event in trace.events if isinstance(event, Allocated)}
     for event in events:
@@ -216,32 +231,31 @@ def _items(trace: Trace, events: list[Event]) -> tuple[dict[str, int], dict[Site
     return {kind: nbytes for kind, nbytes in items.items() if nbytes}, dict(sites)
 
 
-def _bytes_between_steps(trace: Trace) -> int:
+def _persistent_bytes(trace: Trace) -> int:
+    """Bytes of persistent storages at the end of a trace."""
     live: dict[int, int] = {}
     for event in trace.events:
         _change(event, live)
-    return sum(nbytes for storage, nbytes in live.items() if storage in trace.kept)
+    return sum(nbytes for storage, nbytes in live.items() if storage in trace.persistent)
 
 
 def kinds_of(trace: Trace) -> dict[int, str]:
-    """Storage → its kind, one of those in this file's docstring."""
+    """Storage → its kind. The kinds are in this file's docstring."""
     resized = {event.storage for event in trace.events if isinstance(event, Resized)}
-    allocated: dict[int, tuple[int, str]] = {}  # storage → the ordinal and kind of the action in which it was allocated
+    allocated: dict[int, tuple[int, str]] = {}  # storage → (number, kind) of the action in which it was allocated
     kinds: dict[int, str] = {}
-    ordinal, kind = 0, ""
+    number, kind = 0, ""
     for event in trace.events:
         if isinstance(event, Began):
-            ordinal, kind = ordinal + 1, event.what.kind if isinstance(event.what, Action) else ""
+            number, kind = number + 1, event.label.kind if isinstance(event.label, Action) else ""
         elif isinstance(event, Allocated):
-            allocated[event.storage] = ordinal, kind
+            allocated[event.storage] = number, kind
             kinds[event.storage] = TEMPORARIES
             if event.storage in resized:
                 kinds[event.storage] = UNSHARDED
             elif event.storage in trace.exchanged:
                 kinds[event.storage] = "communication"
-        elif (
-            isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and allocated[event.storage][0] != ordinal
-        ):
-            begun = allocated[event.storage][1]
-            kinds[event.storage] = ACTIVATIONS if begun == "F" else UNREDUCED if begun else TEMPORARIES
-    return kinds | trace.kept
+        elif isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and allocated[event.storage][0] != number:
+            action_kind = allocated[event.storage][1]
+            kinds[event.storage] = ACTIVATIONS if action_kind == "F" else UNREDUCED if action_kind else TEMPORARIES
+    return kinds | trace.persistent

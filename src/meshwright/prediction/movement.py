@@ -1,14 +1,15 @@
-"""Bytes that a function of ATen reads and writes.
+"""``moved_by``: bytes that an ATen function reads and writes.
 
-| function | bytes | why |
+| function | bytes | reason |
 | --- | --- | --- |
-| ``empty``, ``_unsafe_view`` | 0 | memory is handed out, or seen otherwise: no kernel runs |
-| ``zeros``, ``full_like``, ``fill_`` | what is written | what is there is not read |
-| ``embedding``, ``index``, ``gather`` | 2 · result + indices | of the table, the rows that are asked for |
-| ``all_gather_copy_in`` | 2 · what is put in | FSDP2's own: a rank's share goes to its place in the buffer |
-| any other | all that it is given + all that it gives | each is read or written once |
+| ``empty``, ``_unsafe_view`` | 0 | they allocate memory or make a view: no kernel runs |
+| ``zeros``, ``full_like``, ``fill_`` | result | they read nothing |
+| ``embedding``, ``index``, ``gather`` | 2 · result + indices | of the table, they read only the rows of the indices |
+| ``all_gather_copy_in`` | 2 · input | FSDP2's function: copies a rank's share into the buffer |
+| ``copy_`` | both tensors | it reads one and writes the other |
+| any other | inputs + results | it reads each input once, and writes each result once |
 
-A tensor that is expanded counts as the memory that it has.
+An expanded tensor counts as many bytes as its storage has.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ OVERWRITES = frozenset(["copy_"])
 
 
 def moved_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]) -> int:
-    """Bytes that a function reads and writes.
+    """Bytes that an ATen function reads and writes.
 
     Args:
-        name: of the function, without its namespace.
+        name: name of the function, without its namespace.
+        args, kwargs: its arguments.
         results: the tensors that it returned.
     """
     if name in ALLOCATES:
@@ -42,18 +44,18 @@ def moved_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results:
     if name in FILLS:
         return _nbytes(results)
     if name in LOOKS_UP:
-        rows, indices = _nbytes(results), [t for t in tensors_among(args[1:]) if not t.is_floating_point()]
-        return 2 * rows + _nbytes(indices)
+        result_bytes, indices = _nbytes(results), [t for t in tensors_among(args[1:]) if not t.is_floating_point()]
+        return 2 * result_bytes + _nbytes(indices)
     if name == "all_gather_copy_in":
         return 2 * _nbytes(tensors_among(args[:1]))
-    taken = tensors_among((*args, *kwargs.values()))
+    inputs = tensors_among((*args, *kwargs.values()))
     if name in OVERWRITES:
-        return _nbytes(taken)  # what is written, and what it is written from
-    return _nbytes([*taken, *results])
+        return _nbytes(inputs)  # the target and the source
+    return _nbytes([*inputs, *results])
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of memory: of a tensor that is expanded, fewer than of its elements."""
+    """Bytes of memory of tensors. An expanded tensor has fewer than its elements would need."""
     strided = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors if _strided(t))
     return strided + nbytes_of(t for t in tensors if not _strided(t))
 

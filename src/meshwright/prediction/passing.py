@@ -1,10 +1,10 @@
-"""``pruned``: a ``build`` whose model passes some blocks through: they have no parameters, and give what they are given.
+"""``pruned``: a build function whose model passes its inputs through some blocks. These blocks have no parameters.
 
-    kept     h, mask ──► attention, MLP ──► (h', weights)         ··► h' has the shape of h; weights that of nothing given
-    passed   h, mask ─────────────────────► (h,  weights of the kept one)
+    pattern   h, mask ──► attention, MLP ──► (h', weights)       h' has the shape of h; no input has the shape of weights
+    passed    h, mask ─────────────────────► (h,  weights of the pattern)
 
-What a block gives is read off one that is kept, is alike, and runs before it in the same forward: a tensor is passed through
-if one of its shape and type was given, and stands for itself otherwise.
+The outputs of a block that is passed through follow from its pattern: a block that is alike and ran before it in the same
+forward. An output is the input tensor with its shape and dtype; if there is none, it is the pattern's output itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshwright.private import pytree
 
 
 class NotAlike(Exception):
-    """A block cannot be passed through: the model is rehearsed whole."""
+    """A block cannot be passed through, because it differs from its pattern. The full model must be rehearsed."""
 
 
 def pruned(build: Build, blocks: Pruned) -> Build:
-    """A build function like ``build``, whose model passes the blocks of ``blocks`` through."""
+    """A build function like ``build``, whose model passes its inputs through the blocks in ``blocks.blocks``."""
 
     def build_pruned() -> nn.Module:
         model = build()
@@ -43,14 +43,14 @@ def pruned(build: Build, blocks: Pruned) -> Build:
     return build_pruned if blocks.blocks else build
 
 
-def _in_place_of(forward: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """``other`` with the signature of ``forward``, because a model may inspect that signature."""
-    return functools.wraps(forward)(functools.partial(other))
+def _in_place_of(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement`` with the signature of ``forward``, because a model may inspect this signature."""
+    return functools.wraps(forward)(functools.partial(replacement))
 
 
 def _empty(block: nn.Module) -> None:
     """Removes a block's modules, parameters and buffers. Their names stay registered, as None."""
-    while children := dict(block.named_children()):  # which leaves out a second name of one
+    while children := dict(block.named_children()):  # named_children has a module with two names only once
         for name in children:
             block.register_module(name, None)
     for name, _ in list(block.named_parameters(recurse=False, remove_duplicate=False)):
@@ -60,28 +60,28 @@ def _empty(block: nn.Module) -> None:
 
 
 class _Pattern:
-    """How a block's outputs follow from its inputs, as seen in its last call."""
+    """Records how the outputs of a block follow from its inputs, in its last call."""
 
     def __init__(self, block: nn.Module) -> None:
         self._forward = block.forward
         self._spec: Any = None
-        self._leaves: list[
-            tuple[int | None, Any]
-        ] = []  # for each output: the index of the input tensor that looks alike, or a function that returns the output
-        block.forward = _in_place_of(block.forward, self._run)
+        # For each output, (number of the input tensor with its shape and dtype, None), or (None, a function that returns it).
+        self._outputs: list[tuple[int | None, Any]] = []
+        block.forward = _in_place_of(block.forward, self._run_and_record)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_and_record(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block, and records which inputs its outputs look like."""
         tensors = _tensors((args, kwargs))
-        before = [_looks(t) for t in tensors]
+        looks = [_looks(t) for t in tensors]
         result = self._forward(*args, **kwargs)
         leaves, self._spec = pytree.tree_flatten(result)
         unmatched = list(range(len(tensors)))
-        self._leaves = []
+        self._outputs = []
         for leaf in leaves:
-            which = next((i for i in unmatched if isinstance(leaf, Tensor) and before[i] == _looks(leaf)), None)
-            if which is not None:
-                unmatched.remove(which)
-            self._leaves.append((which, None if which is not None else _weak(leaf)))
+            index = next((i for i in unmatched if isinstance(leaf, Tensor) and looks[i] == _looks(leaf)), None)
+            if index is not None:
+                unmatched.remove(index)
+            self._outputs.append((index, None if index is not None else _weak(leaf)))
         return result
 
     def pass_through(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,15 +91,16 @@ class _Pattern:
             NotAlike: the pattern was not called before, it had more input tensors, or a tensor that it returned is freed.
         """
         if self._spec is None:
-            raise NotAlike("a block is called before one that is alike")
+            raise NotAlike("a block is called before its pattern")
         tensors = _tensors((args, kwargs))
-        if any(which is not None and which >= len(tensors) for which, _ in self._leaves):
-            raise NotAlike("blocks that are alike are called with other arguments")
-        leaves = [tensors[which] if which is not None else recall() for which, recall in self._leaves]
+        if any(index is not None and index >= len(tensors) for index, _ in self._outputs):
+            raise NotAlike("a block is called with fewer tensors than its pattern")
+        leaves = [tensors[index] if index is not None else recall() for index, recall in self._outputs]
         return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _looks(t: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype by which tensors are matched."""
     return tuple(t.shape), t.dtype
 
 
@@ -115,7 +116,7 @@ def _weak(value: Any) -> Callable[[], Any]:
 
     def recall() -> Tensor:
         if (t := reference()) is None:
-            raise NotAlike("what a block gives besides its hidden values is not kept")
+            raise NotAlike("an output of a block, other than its hidden values, has been freed")
         return t
 
     return recall

@@ -1,14 +1,14 @@
-"""``play``: the seconds of a step, from those of each action of each rank of the pipeline.
+"""``play``: the seconds of a step, from the seconds of each action of each rank of the pipeline.
 
-Each rank performs its actions in order, each as soon as what it needs has come: the schedule that the run performs, with
-the transfers that it makes (``meshwright.schedule``).
+Each rank runs the actions of its schedule in order, each as soon as its inputs have arrived. It is the schedule of the run,
+with the run's transfers (``meshwright.schedule``).
 
     arrival of a send    its start + seconds of the transfer
-    start of an action   max(end of the rank's action before, arrivals of what it takes)
-    bubble               what a rank waits for others
+    start of an action   max(end of the rank's previous action, arrivals of its inputs)
+    bubble               seconds in which a rank waits for other ranks
 
-Ranks that share the cores of one machine cannot compute all at once: T ≥ max(T∞, T₁ / cores) (Brent: The parallel evaluation
-of general arithmetic expressions, JACM 1974).
+Ranks that share the cores of one machine cannot all compute at the same time: T ≥ max(T∞, T₁ / cores) (Brent: The parallel
+evaluation of general arithmetic expressions, JACM 1974).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from meshwright.prediction.clock import Phase
 from meshwright.schedule import Action, Span
 
 Transfer = Callable[[int, int, int], Estimate]
-"""(a stage, the other stage, bytes) → seconds"""
+"""(stage that sends, stage that receives, bytes) → seconds"""
 
 
 @dataclass(frozen=True)
 class Played:
-    """A step in time.
+    """A step in time. All times are seconds since its begin; ranks are ranks of the pipeline axis.
 
     Attributes:
-        spans: each action of each rank of the pipeline axis, in seconds.
-        phases: each action and phase of each rank with what it takes, and when it begins.
-        sent: each transfer to another rank.
-        ends: rank of the pipeline axis → when its step ends.
-        waits: rank of the pipeline axis → seconds that it waits for others.
+        spans: start and end of each action of each rank.
+        ends: rank → end of its step.
+        waits: rank → seconds in which it waits for other ranks.
+        phases: each action and phase of each rank, with its start and cost.
+        sent: each send.
     """
 
     spans: tuple[Span, ...]
@@ -45,7 +45,7 @@ class Played:
 
 
 class Placed(NamedTuple):
-    """A phase of a rank of the pipeline axis, and when it begins, in seconds."""
+    """An action or phase of a rank of the pipeline axis, and its start in seconds."""
 
     rank: int
     start: float
@@ -53,7 +53,7 @@ class Placed(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A transfer: the send, the rank that does it, when it begins and when it arrives, and its bytes."""
+    """A send: its action, the rank that sends, its start and its arrival in seconds, and its bytes."""
 
     action: Action
     rank: int
@@ -63,10 +63,14 @@ class Sent(NamedTuple):
 
 
 def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
-    """Plays the phases of each rank of the pipeline axis.
+    """Computes when each action and phase begins and ends.
+
+    Args:
+        ranks: rank of the pipeline axis → its actions and phases in order.
+        transfer: seconds of a send.
 
     Raises:
-        ValueError: ranks wait for each other: no schedule of a run.
+        ValueError: ranks wait for each other. The schedule of a run has no such deadlock.
     """
     clocks = dict.fromkeys(ranks, 0.0)
     waits = dict.fromkeys(ranks, 0.0)
@@ -77,22 +81,22 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
     placed: list[Placed] = []
     sent: list[Sent] = []
     while any(remaining.values()):
-        moved = False
+        progressed = False
         for rank, phases in remaining.items():
             while phases:
-                ready = _ready(phases[0].what, arrivals, needs)
+                ready = _ready(phases[0].label, arrivals, needs)
                 if ready is None:
                     break
-                moved, phase = True, phases.pop(0)
+                progressed, phase = True, phases.pop(0)
                 start = max(clocks[rank], ready)
                 waits[rank] += start - clocks[rank]
                 clocks[rank] = start + phase.spent.total.seconds
                 placed.append(Placed(rank, start, phase))
-                if isinstance(phase.what, Action):
-                    spans.append(Span(rank, start, clocks[rank], phase.what))
+                if isinstance(phase.label, Action):
+                    spans.append(Span(rank, start, clocks[rank], phase.label))
                     sent += _send(phase, rank, start, transfer, arrivals)
-        if not moved:
-            raise ValueError(f"ranks wait for each other: {[str(p[0].what) for p in remaining.values() if p]}")
+        if not progressed:
+            raise ValueError(f"ranks wait for each other: {[str(p[0].label) for p in remaining.values() if p]}")
     return Played(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
 
 
@@ -109,18 +113,19 @@ def _ready(
         kind = label.kind[-1]
         key = (label.other, kind, label.microbatch, label.stage)
         needs.setdefault((label.stage, kind, label.microbatch), []).append(key)
-        return 0.0  # a buffer is posted; nothing waits for it yet
+        return 0.0  # a receive only posts a buffer; the action that uses it waits
     kind = "B" if label.kind in ("B", "I") else label.kind
-    taken = needs.get((label.stage, kind, label.microbatch), [])
-    if any(key not in arrivals for key in taken):
+    inputs = needs.get((label.stage, kind, label.microbatch), [])
+    if any(key not in arrivals for key in inputs):
         return None
-    return max((arrivals[key] for key in taken), default=0.0)
+    return max((arrivals[key] for key in inputs), default=0.0)
 
 
 def _send(
     phase: Phase, rank: int, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]
 ) -> Iterator[Sent]:
-    action = phase.what
+    """The send of a phase, if it is one. Adds its arrival to ``arrivals``."""
+    action = phase.label
     assert isinstance(action, Action)
     if action.kind.startswith("SEND") and action.other is not None:
         stop = start + transfer(action.stage, action.other, phase.sends).seconds

@@ -1,4 +1,4 @@
-"""``predict``: memory and seconds of a training step under a plan, before it runs; ``measure``: the same, of a run here."""
+"""``predict``: predicts the memory and seconds of a training step under a plan. ``measure``: measures them on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.prediction.play import Played, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.roles import Role, roles_of
-from meshwright.prediction.whole import taken_by
+from meshwright.prediction.whole import role_costs
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss
@@ -43,21 +43,23 @@ def predict(
     max_norm: float | None = 1.0,
     fold: bool = True,
 ) -> Prediction:
-    """What a training step of a model takes under a plan: forwards, backwards, clipping and the optimizer.
+    """Predicts the memory and seconds of a training step: forwards, backwards, clipping and the optimizer.
 
-    The run's own code runs for one rank of each role, without values and without other ranks. From a plain process; it
-    allocates no parameter.
+    It runs the run's own code for one rank of each role, without values and without other ranks, and allocates no parameter.
+    Call it in a plain process, not on a rank of a run.
+
+        prediction = predict(Model, batch, {"mesh": "dp_shard=8"}, hardware="h100")  # .peak in bytes, .seconds
 
     Args:
-        build: makes the model.
-        batch: of all data ranks together; shapes and types count, and values only if the model acts on them.
+        build: a function that builds the model.
+        batch: a batch of all data ranks together. Its shapes and dtypes matter; its values matter only if the model acts on
+            them.
         plan: as for ``parallelize``.
         hardware: a profile, its name (``h100``), or the path of its YAML file.
-        loss: the loss of the model's output; default ``output.loss``.
-        optimizer: parameters → their optimizer; default ``torch.optim.AdamW``, with the kernels that it takes on the hardware.
-        max_norm: what gradients are clipped to; None: they are not clipped.
-        fold: whether repeated blocks, microbatches and stages that do the same are rehearsed once (``prediction.whole``).
-            False: all of them are, which takes as long as there are many.
+        loss: output of the model → loss; default ``output.loss``.
+        optimizer: parameters → their optimizer; default ``torch.optim.AdamW``, as it runs on the hardware.
+        max_norm: the norm to which gradients are clipped; None: they are not clipped.
+        fold: whether blocks, microbatches and stages that do the same are rehearsed once; False: all of them are rehearsed.
 
     Raises:
         PlanError: every problem of the plan or the profile.
@@ -67,17 +69,17 @@ def predict(
     rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
     recipe = rehearsal.recipe
     roles = roles_of(recipe)
-    taken = taken_by(roles, rehearsal, profile, fold=fold)
-    phases = {rank: one.phases for rank, one in taken.items()}
-    memories = {rank: one.memory for rank, one in taken.items()}
-    assumed = dict.fromkeys(read for one in taken.values() for read in one.assumed)
+    costs = role_costs(roles, rehearsal, profile, fold=fold)
+    phases = {rank: cost.phases for rank, cost in costs.items()}
+    memories = {rank: cost.memory for rank, cost in costs.items()}
+    assumed = dict.fromkeys(read for cost in costs.values() for read in cost.assumed)
     played, seconds = _step(recipe, profile, roles, phases)
-    exchanges = {rank: _exchanges(one) for rank, one in phases.items()}
+    exchanges = {rank: _exchanges(phases_of_rank) for rank, phases_of_rank in phases.items()}
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
         capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
         recipe=recipe, played=played, exchanges=exchanges,
-        ran_whole=tuple(dict.fromkeys(function for one in taken.values() for function in one.ran_whole)),
+        ran_whole=tuple(dict.fromkeys(function for cost in costs.values() for function in cost.ran_whole)),
         per_node=profile.devices_per_node,
     )  # fmt: skip
 
@@ -94,26 +96,34 @@ def measure(
     workers: LocalWorkers | None = None,
     timeout: float = 600.0,
 ) -> Prediction:
-    """The same of a run on this machine, measured, so that the two subtract. From a plain process.
+    """Measures the memory and seconds of a training step on this machine. Call it in a plain process, not on a rank of a run.
+
+    ``prediction - measurement`` gives the errors of a prediction.
 
     Args:
-        steps: of which memory is measured, after three that record and try; as many again are timed, and their median counts.
+        steps: number of steps whose memory is measured, after three steps that need more (``prediction.measure``). Then
+            ``steps`` further steps are timed; the result has the median of their seconds.
         workers: a pool of at least as many workers as the mesh has ranks. Default: workers are started for this call.
-        timeout: seconds that all of it may take.
+        timeout: seconds after which the measurement is aborted.
 
     The other arguments are those of ``predict``.
+
+    Raises:
+        PlanError: every problem of the plan.
     """
     plan = Plan.parse(plan)
     plan.check_mesh()
     with ExitStack() as stack:
         pool = workers or stack.enter_context(local_workers(plan.mesh.size))
-        measured = pool.run(
+        results = pool.run(
             measured_rank, build, plain(batch), plan, loss or output_loss, optimizer or torch.optim.AdamW, max_norm, steps,
             ranks=plan.mesh.size, timeout=timeout,
         )  # fmt: skip
-    memories = {rank: Memory(one.peak, {"kept": one.kept, "others": one.peak - one.kept}, kept=one.kept)
-                for rank, one in enumerate(measured)}  # fmt: skip
-    times = [max(one.seconds[step] for one in measured) for step in range(steps)]
+    memories = {}
+    for rank, result in enumerate(results):
+        items = {"kept": result.persistent, "others": result.peak - result.persistent}
+        memories[rank] = Memory(result.peak, items, persistent=result.persistent)
+    times = [max(result.seconds[step] for result in results) for step in range(steps)]
     median = statistics.median(times)
     scatter = statistics.pstdev(times) / median
     roles = tuple(Role(rank, (rank,), 0, f"rank {rank}") for rank in memories)
@@ -121,18 +131,20 @@ def measure(
 
 
 def _notes(assumed: Iterable[tuple[str, str]]) -> list[str]:
+    """A note for each value that the rehearsal assumed."""
     return [
         f"{function} at {line} reads a value that follows from parameters; it was assumed" for function, line in assumed
     ]
 
 
 def _exchanges(phases: Iterable[Phase]) -> tuple[Exchanges, ...]:
-    """The collectives of a step. One that no module asks for is named after its direction, or its phase of the step."""
-    named = ((phase.what, exchanges) for phase in phases for exchanges in phase.exchanges)
+    """The collectives of a step. If no module calls one, ``module`` is "forward", "backward" or the name of its phase."""
+    named = ((phase.label, exchanges) for phase in phases for exchanges in phase.exchanges)
     return summed(replace(exchanges, module=exchanges.module or _during(label)) for label, exchanges in named)
 
 
 def _during(label: Action | str) -> str:
+    """The name of an action or phase, in place of a module's name."""
     if not isinstance(label, Action):
         return label
     if label.kind in TRANSFERS:
@@ -141,7 +153,7 @@ def _during(label: Action | str) -> str:
 
 
 def adamw_on(profile: Profile) -> MakeOptimizer:
-    """AdamW as it runs on the hardware: on a GPU many parameters at once, which takes memory; on a CPU one by one."""
+    """AdamW as it runs on the hardware: on a GPU all parameters at once (foreach), which takes memory; on a CPU one by one."""
     return torch.optim.AdamW if profile.cores else lambda parameters: torch.optim.AdamW(parameters, foreach=True)
 
 
@@ -151,14 +163,15 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 def _step(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
 ) -> tuple[Played, StepSeconds]:
-    """The played step; and its seconds, with their terms on the rank that ends last."""
-    lines: dict[int, Role] = {}  # stage → its slowest role, for which the others wait at their joins
+    """(the step in time, its seconds with their terms on the rank that ends last)."""
+    # Rank of the pipeline axis → its slowest role. The other roles on this rank wait for it at their joins.
+    slowest: dict[int, Role] = {}
     for role in sorted(roles, key=lambda role: -_busy_seconds(phases[role.rank])):
-        lines.setdefault(role.stage, role)
-    played = play({stage: phases[role.rank] for stage, role in lines.items()}, _transfer(recipe, profile))
+        slowest.setdefault(role.stage, role)
+    played = play({stage: phases[role.rank] for stage, role in slowest.items()}, _transfer(recipe, profile))
     last = max(played.ends, key=lambda stage: played.ends[stage])
-    terms = _terms(phases[lines[last].rank], played.waits[last])
-    scatter = Estimate.total(phase.spent.total for phase in phases[lines[last].rank]).scatter
+    terms = _terms(phases[slowest[last].rank], played.waits[last])
+    scatter = Estimate.total(phase.spent.total for phase in phases[slowest[last].rank]).scatter
     seconds = max(played.ends[last], _shared_cores(recipe, profile, roles, phases))
     if seconds > played.ends[last]:
         terms["shared cores"] = seconds - played.ends[last]
@@ -166,10 +179,11 @@ def _step(
 
 
 def _terms(phases: list[Phase], wait: float) -> dict[str, float]:
+    """Term → its seconds in a step of a rank. ``wait``: seconds in which it waits for other stages."""
     terms: dict[str, float] = {"compute": 0.0, "host": 0.0}
     for phase in phases:
-        if phase.what in ("clip", "optimizer"):
-            terms[str(phase.what)] = phase.spent.total.seconds
+        if phase.label in ("clip", "optimizer"):
+            terms[str(phase.label)] = phase.spent.total.seconds
             continue
         terms["compute"] += phase.spent.device.seconds
         terms["host"] += phase.spent.host.seconds
@@ -184,24 +198,31 @@ def _terms(phases: list[Phase], wait: float) -> dict[str, float]:
 def _shared_cores(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
 ) -> float:
-    """T₁ / cores: what ranks that share the cores of one machine take at least (Brent, see ``play``). T₁: what all of them
-    compute, and what their sends take."""
+    """T₁ / cores: least seconds of a step if ranks share the cores of one machine (Brent, see ``play``).
+
+    T₁ is the sum over all ranks of the seconds of their functions and sends. 0 if ranks do not share cores.
+    """
     if not profile.cores:
         return 0.0
-    pair, total = Group(2, 2), 0.0
+    two_ranks, total = Group(2, 2), 0.0
     for role in roles:
-        sent = sum(collective(profile, "send", phase.sends, pair).seconds for phase in phases[role.rank] if phase.sends)
+        sent = sum(
+            collective(profile, "send", phase.sends, two_ranks).seconds for phase in phases[role.rank] if phase.sends
+        )
         total += role.count * (_busy_seconds(phases[role.rank]) + sent)
     return total / profile.cores
 
 
 def _busy_seconds(phases: Iterable[Phase]) -> float:
-    """Seconds of phases that run one after another, without the time in which they wait for other ranks."""
+    """Sum of the seconds of phases, without the time in which a rank waits for other stages."""
     return sum(phase.spent.total.seconds for phase in phases)
 
 
 def _transfer(recipe: Recipe, profile: Profile) -> Transfer:
-    """Seconds of a transfer between two stages. If any rank's peer is on another node, all transfers cross nodes."""
+    """The function that gives the seconds of a send between two stages.
+
+    If any rank of a stage sends to another node, all its sends count as sends across nodes.
+    """
 
     def nodes(stage: int) -> list[int]:
         return [rank // profile.devices_per_node for rank in recipe.stage_ranks_of(stage)]

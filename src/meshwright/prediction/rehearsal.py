@@ -1,11 +1,11 @@
-"""``rehearse``: the run's own code for one rank of a world of any size, without values: what it does, in order.
+"""``rehearse``: runs the run's own code for one rank of a world of any size, without values, and returns a trace of it.
 
-    plan ─► recipe ─► apply ─► a step ─► clip ─► optimizer        the same functions as in a run
+    plan ─► recipe ─► apply ─► a step ─► clip ─► optimizer        the functions that a run calls
                       │        │
-                      │        └ tensors without values (FakeTensorMode), followed by a Tracker
+                      │        └ tensors without values (FakeTensorMode), recorded by a Tracker
                       └ a world without other ranks (world.py)
 
-So what a prediction says of memory, operations and collectives can differ from a run only where hardware enters.
+So the memory, operations and collectives of a prediction can differ from a run only in what depends on the hardware.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ class Rehearsal:
     """One training step to rehearse: model, plan, batch, loss and optimizer.
 
     Attributes:
-        build: makes the model.
+        build: a function that builds the model.
         planned: the model under its recipe.
-        batch: of all data ranks together.
+        batch: the batch of all data ranks together.
+        loss: output of the model → loss.
         optimizer: parameters → their optimizer.
         max_norm: the norm to which gradients are clipped; None: they are not clipped.
+        dtype: the dtype to which parameters are cast; None: they are not cast.
     """
 
     build: Build
@@ -69,23 +71,23 @@ class Rehearsal:
     def recipe(self) -> Recipe:
         return self.planned.recipe
 
-    def of(self, blocks: Pruned) -> Rehearsal:
-        """This rehearsal, in which the blocks of ``blocks`` are passed through."""
+    def passing_through(self, blocks: Pruned) -> Rehearsal:
+        """This rehearsal with a model that passes its inputs through the blocks in ``blocks.blocks``."""
         build = pruned(self.build, blocks)
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
 
-    def shortened(self, most: int) -> Rehearsal:
+    def shortened(self, count: int) -> Rehearsal:
         """This rehearsal with ``most`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
         recipe, full_batch = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
         rows = rows_of(full_batch)
         if (
             recipe.rows == "whole"
-            or recipe.microbatches <= most + 1
+            or recipe.microbatches <= count + 1
             or rows % (recipe.microbatches * recipe.mesh.data_size)
         ):
             return self
-        batch = take_rows(full_batch, 0, rows // recipe.microbatches * most)
-        return replace(self, planned=self.planned.under(replace(recipe, microbatches=most)), batch=batch)
+        batch = take_rows(full_batch, 0, rows // recipe.microbatches * count)
+        return replace(self, planned=self.planned.under(replace(recipe, microbatches=count)), batch=batch)
 
 
 def rehearsal_of(
@@ -111,9 +113,13 @@ def rehearsal_of(
 
 
 def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
-    """The trace of a rank over two steps. In the second, gradients and optimizer states have their memory already.
+    """Rehearses two steps of a rank, and returns their trace.
 
-    ``updated``: whether gradients are clipped, and parameters updated.
+    In the second step, the memory of gradients and optimizer states is allocated already.
+
+    Args:
+        rank: any rank of the mesh.
+        updated: whether gradients are clipped and parameters updated.
 
     Raises:
         PlanError: this process is a rank of a run.
@@ -126,11 +132,11 @@ def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
 
 
 def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
-    """The job of this rank, its parameters without values."""
+    """The job of this rank, with parameters without values."""
 
     def without_values(t: Tensor, device: torch.device) -> Tensor:
         if isinstance(t, (FakeTensor, DTensor)) and not t.is_meta:
-            return t  # a tied parameter, met a second time
+            return t  # a tied parameter that has been converted under its other name
         if not t.is_meta:
             return fake.from_tensor(t)
         with fake:
@@ -151,7 +157,8 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) -> Trace:
     """Runs two steps of this rank under a ``Tracker``, and returns the trace."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
-    modes = (fake, values) if rows.without_values(fake) else ()  # with values: the path may follow from them
+    # Rows that have values are recorded with them, since the model may branch on them.
+    modes = (fake, values) if rows.without_values(fake) else ()
     with one_process(), ExitStack() as recording:
         for mode in modes:
             recording.enter_context(mode)
@@ -159,7 +166,9 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
             job.runner.executor.record(piece)
     tracker = Tracker(job.module, lambda: job.runner.executor.action)
     with fake, values, followed(tracker):
-        tracker.keep({"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps})
+        tracker.mark_persistent(
+            {"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps}
+        )
         optimizer = rehearsal.optimizer(job.parameters())
         for number, most in enumerate((1, None)):  # the first step allocates gradients and optimizer states
             tracker.begin(f"step {number}")
@@ -174,7 +183,7 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
 class _Rows:
     """The rows of the batch on one rank, divided into microbatches as ``Division`` divides them.
 
-    A rehearsal does not try how rows combine: if the plan leaves that open, the rows are split.
+    A rehearsal does not try how rows combine into the loss. If the plan does not say it, the rows are split.
     """
 
     def __init__(self, rehearsal: Rehearsal, rank: int) -> None:
@@ -194,15 +203,15 @@ class _Rows:
         """If a tensor of the batch is on meta, makes all of them fake tensors on the CPU. Returns whether it did."""
         if not any(t.is_meta for t in self.between_steps):
             return False
-        shared, hollow = self._recipe.shared_inputs, partial(_without_values, fake)
+        shared, make_fake = self._recipe.shared_inputs, partial(_without_values, fake)
         self._all, self._rank_rows = (
-            with_shared(mapped(hollow, batch), shared) for batch in (self._all, self._rank_rows)
+            with_shared(mapped(make_fake, batch), shared) for batch in (self._all, self._rank_rows)
         )
-        self._one_row = mapped(hollow, self._one_row)
+        self._one_row = mapped(make_fake, self._one_row)
         return True
 
     def pieces(self, most: int | None = None) -> Pieces:
-        """The microbatches that the rank runs in a step; at most ``most`` of them."""
+        """The microbatches that the rank runs in a step. ``most``: the largest number of them; None: all."""
         data, rows = self._recipe.mesh.data_size, rows_of(self._all)
         if self._every_rank_has_all:
             return Pieces([copied(self._all) if data > 1 else self._rank_rows], [1.0], [None], copies=data)
@@ -211,15 +220,15 @@ class _Rows:
 
 
 def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
-    """Forwards and backwards, as ``Job.step`` runs them once it knows how rows combine. Frees the pieces at its end."""
+    """Runs forwards and backwards as ``Job.step`` does after it has tried how rows combine. Frees the pieces at its end."""
     with one_process():
         job.runner.held.reshard()
         job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:
-    """Clips, updates and zeroes the gradients, as a training loop does. Without an optimizer it only zeroes them."""
-    tracker.keep({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
+    """Clips gradients, updates parameters and zeroes gradients, as a training loop does. Without an optimizer, only zeroes."""
+    tracker.mark_persistent({"gradients": [p.grad for p in job.parameters() if p.grad is not None]})
     if optimizer is None:
         job.module.zero_grad()
         return
@@ -228,7 +237,7 @@ def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | N
         job.clip_grad_norm_(rehearsal.max_norm)
     tracker.begin("optimizer")
     optimizer.step()
-    tracker.keep({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
+    tracker.mark_persistent({"optimizer": [t for state in optimizer.state.values() for t in tensors_in(state)]})
     tracker.begin("end")
     optimizer.zero_grad()
 

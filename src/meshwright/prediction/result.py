@@ -1,4 +1,4 @@
-"""``Prediction``: what a step takes, in bytes and seconds, as data and as text; of a plan before it runs, or measured."""
+"""``Prediction``: bytes and seconds of a training step under a plan, predicted or measured, as data and as text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from meshwright.recipe import Recipe
 
 @dataclass(frozen=True)
 class StepSeconds(Estimate):
-    """Seconds of a step, with their interval.
+    """Seconds of a step, with their interval. ``float(seconds)`` is the mean.
 
     Attributes:
-        waterfall: the terms that make them up, of the rank that ends last: ``compute``, ``host``, the exposed communication
-            of each axis, ``waiting for other stages``, ``clip``, ``optimizer``. Empty if they were measured.
+        waterfall: term → its seconds, on the rank that ends last. The terms are ``compute``, ``host``, the exposed
+            communication over each axis, ``waiting for other stages``, ``clip``, ``optimizer`` and ``shared cores``; they
+            add up to the seconds. Empty if the seconds were measured.
     """
 
     waterfall: Mapping[str, float] = field(default_factory=dict)
@@ -32,21 +33,26 @@ class StepSeconds(Estimate):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a training step takes under a plan.
+    """The memory and seconds of a training step under a plan, predicted or measured.
 
     Attributes:
-        roles: ranks that do the same; ``memories``: of each, by its first rank.
-        seconds: of a step.
-        hardware: name of the profile; ``capacity``: bytes of a device, and ``taken``: of those, what a process takes besides
-            its tensors.
-        mesh: the plan's.
+        roles: the roles of the ranks: ranks of one role do the same.
+        memories: first rank of each role → its peak memory.
+        seconds: seconds of a step.
+        hardware: name of the profile.
+        mesh: the plan's mesh.
+        capacity: bytes of a device.
+        taken: of these, bytes that a process takes besides its tensors.
         source: ``predicted`` or ``measured``.
-        notes: what a reader should know.
-        recipe: of the plan; ``played``: the step in time.
-        exchanges: the collectives of a step of each role, by its first rank; what no module asks for has the direction or
-            phase in its place.
-        ran_whole: (function, module, the model's line) of each function without a rule for its shards.
-        per_node: devices of a node. These five are of a prediction alone.
+        notes: remarks for the reader.
+        recipe: the recipe of the plan.
+        played: the step in time.
+        exchanges: first rank of each role → the collectives of a step. If no module calls one, ``module`` is "forward",
+            "backward" or the name of its phase.
+        ran_whole: (function, module, line of the model) of each function without a rule for shards: its inputs are gathered.
+        per_node: number of devices of a node.
+
+    A measurement has no ``recipe``, nor any field after it.
     """
 
     roles: tuple[Role, ...]
@@ -65,7 +71,7 @@ class Prediction:
     per_node: int = 0
 
     def memory(self, rank: int = 0) -> Memory:
-        """What a rank needs. ``rank``: any of the mesh.
+        """The peak memory of a rank. ``rank``: any rank of the mesh.
 
         Raises:
             KeyError: the mesh has no such rank.
@@ -74,21 +80,21 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Bytes that live at most on the rank that needs most."""
+        """Peak bytes of the rank with the highest peak."""
         return max(memory.peak for memory in self.memories.values())
 
     def device_bytes(self, rank: int = 0) -> tuple[int, int]:
-        """Bytes that a device has to have for a rank: without what an allocator may hold besides, and with it."""
+        """(least, most) bytes of a device that a rank needs: without and with those that an allocator may hold in addition."""
         memory = self.memory(rank)
         return memory.low + self.taken, memory.high + self.taken
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its device, with what an allocator may hold besides."""
+        """Whether every rank fits its device, including the bytes that an allocator may hold in addition."""
         return all(self.device_bytes(role.rank)[1] <= self.capacity for role in self.roles)
 
     def json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The prediction as plain values, for a JSON file."""
         return {
             "source": self.source,
             "mesh": self.mesh,
@@ -117,8 +123,10 @@ class Prediction:
         return as_html(drawn(self))
 
     def __sub__(self, other: Prediction) -> dict[str, float]:
-        """Signed errors of this one against another, relative to the other: of ``seconds``, and of the memory of each rank
-        that is among the other's."""
+        """Signed relative errors against another prediction or measurement: of its ``seconds``, and of the memory of its ranks.
+
+        0.05 means that this prediction is 5 % larger than ``other``.
+        """
         errors = {"seconds": self.seconds.seconds / other.seconds.seconds - 1}
         for rank in sorted(other.memories):
             errors[f"memory of rank {rank}"] = self.memory(rank).peak / other.memory(rank).peak - 1
@@ -140,7 +148,7 @@ class Prediction:
 
 
 def memory_json(memory: Memory) -> dict[str, Any]:
-    """What a rank needs at most, as plain values."""
+    """The peak memory of a rank as plain values."""
     return {
         "peak": memory.peak,
         "when": memory.when,
@@ -153,4 +161,5 @@ def memory_json(memory: Memory) -> dict[str, Any]:
 
 
 def _largest(memory: Memory, most: int = 10) -> list[tuple[tuple[str, str, str], int]]:
+    """(site, bytes) of the sites with the most bytes."""
     return sorted(memory.sites.items(), key=lambda item: -item[1])[:most]

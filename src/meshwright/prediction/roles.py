@@ -1,7 +1,7 @@
-"""``Role``: ranks that do the same in a step. One of them is rehearsed for all.
+"""``Role``: ranks that do the same in a step. One of them is rehearsed for all of them.
 
-Ranks differ by the stages that they run and the branches that they are of. Along the data axes all do the same, and along
-``tp`` they do if every share is as large as the others; the first rank of an axis has the largest share.
+Ranks differ if they run other stages or other branches. Ranks along the data axes do the same. Ranks along ``tp`` do the
+same if their shares are equally large; the first rank of an axis has the largest share.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from meshwright.recipe import Recipe
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that do the same.
+    """Ranks that do the same in a step.
 
     Attributes:
-        rank: the one that stands for them: the first.
+        rank: the first of these ranks. It is rehearsed.
         ranks: all of them.
-        stage: their place on the pipeline axis.
-        name: for a person.
+        stage: their rank of the pipeline axis.
+        name: a name for the reader: ``stage 0``, ``branch tp[0]``, ``every rank``.
     """
 
     rank: int
@@ -31,17 +31,19 @@ class Role:
 
     @property
     def count(self) -> int:
+        """Number of ranks."""
         return len(self.ranks)
 
 
 def roles_of(recipe: Recipe) -> tuple[Role, ...]:
-    """The roles of a recipe, by their first rank."""
+    """The roles of a recipe, sorted by their first rank."""
     mesh, uneven = recipe.mesh, _uneven(recipe)
     members: dict[Hashable, list[int]] = {}
     for rank in range(mesh.size):
-        at = mesh.coordinate(rank)
+        coordinate = mesh.coordinate(rank)
         places = tuple(sorted(recipe.places.of(rank))) if recipe.branches else ()
-        members.setdefault((at.get("pp", 0), places, at.get("tp", 0) if uneven else 0), []).append(rank)
+        tp_rank = coordinate.get("tp", 0) if uneven else 0
+        members.setdefault((coordinate.get("pp", 0), places, tp_rank), []).append(rank)
     return tuple(
         Role(ranks[0], tuple(ranks), mesh.coordinate(ranks[0]).get("pp", 0), _name(recipe, ranks[0], uneven=uneven))
         for ranks in sorted(members.values())
@@ -55,11 +57,12 @@ def _uneven(recipe: Recipe) -> bool:
 
 
 def _name(recipe: Recipe, rank: int, *, uneven: bool) -> str:
-    at = recipe.mesh.coordinate(rank)
-    words = [f"stage {at['pp']}"] if recipe.stages else []
+    """The name of a rank's role."""
+    coordinate = recipe.mesh.coordinate(rank)
+    words = [f"stage {coordinate['pp']}"] if recipe.stages else []
     if recipe.branches:
         branches = [recipe.places.spelled(p) for p in sorted(recipe.places.of(rank)) if p]
         words.append(f"branch {', '.join(branches)}" if branches else "trunk")
     if uneven:
-        words.append(f"tp {at.get('tp', 0)}")
+        words.append(f"tp {coordinate.get('tp', 0)}")
     return ", ".join(words) or "every rank"

@@ -1,12 +1,12 @@
-"""``Trace``: what one rank does in a step, in order: functions, collectives, and memory that comes and goes. Plain values.
+"""``Trace``: what one rank does in a step, in order: functions, collectives, allocations. Plain values.
 
-event         what it says
-Began         the rank begins an action of its schedule (F, B …), or a phase of the step (clip, optimizer)
-Op            a function of ATen ran: its operations, and the bytes that it reads and writes
+event         meaning
+Began         the rank began an action of its schedule (F, B …), or a phase of the step (clip, optimizer)
+Op            an ATen function ran: its operations, and the bytes that it read and wrote
 Collective    tensors were exchanged with a group of ranks
-Allocated     a storage came into being, in a module, at a line of the model
-Resized       a storage has other bytes now: FSDP2 gathers into storages that it empties in between
-Freed         nothing holds a storage any more
+Allocated     a storage was allocated, in a module, at a line of the model
+Resized       the size of a storage changed: FSDP2 gathers into storages, and empties them afterwards
+Freed         a storage was freed
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from meshwright.schedule import NO_EDGES, Action, Edges
 
 
 class Began(NamedTuple):
-    """``what``: an action of the schedule, or the name of a phase."""
+    """The begin of an action or phase. ``label``: the action, or the name of the phase."""
 
-    what: Action | str
+    label: Action | str
 
 
 class Op(NamedTuple):
-    """``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`;
-    ``workspace``: bytes that a kernel on a CPU takes while it runs."""
+    """An ATen function that ran.
+
+    ``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`; ``dtype``: of the
+    computation;
+    ``workspace``: bytes that a kernel on a CPU allocates while it runs.
+    """
 
     name: str
     kind: Work
@@ -38,9 +42,11 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """``nbytes``: of the whole tensor: what is reduced, or what all ranks have gathered; ``ranks``: of the group.
+    """A collective, send or receive.
 
-    ``module``: whose forward asks for it; empty in a backward. Collectives of two blocks that do the same are equal.
+    ``nbytes``: bytes of the full tensor: the input of a reduction, the result of an all-gather; ``ranks``: those of the group;
+    ``module``: the module whose forward calls it, empty in a backward. Comparisons ignore ``module``, so that the
+    collectives of two blocks that do the same are equal.
     """
 
     kind: str
@@ -50,7 +56,10 @@ class Collective:
 
 
 class Allocated(NamedTuple):
-    """``storage``: its number; ``function``: that made it, in ``module``, at ``line`` of the model's source."""
+    """The allocation of a storage, by an ATen function in a module, at a line of the model.
+
+    ``storage``: number of the storage.
+    """
 
     storage: int
     nbytes: int
@@ -60,11 +69,15 @@ class Allocated(NamedTuple):
 
 
 class Resized(NamedTuple):
+    """A change of a storage's size. ``nbytes``: its new size."""
+
     storage: int
     nbytes: int
 
 
 class Freed(NamedTuple):
+    """The end of a storage."""
+
     storage: int
 
 
@@ -73,20 +86,21 @@ Event = Began | Op | Collective | Allocated | Resized | Freed
 
 @dataclass
 class Trace:
-    """What a rank did, in order.
+    """What a rank did in some steps.
 
     Attributes:
         events: in order.
-        kept: storage → what it is for the run as a whole: ``parameters``, ``gradients``, ``optimizer``, ``buffers``, ``batch``.
+        persistent: storage that lives between steps → its kind: ``parameters``, ``gradients``, ``optimizer``, ``buffers``
+            or ``batch``.
         exchanged: the storages that collectives read or wrote.
-        sent: those that were sent to another stage.
-        assumed: (function, the model's line) of each read of a value that was not there.
-        edges: the stages of a pipeline between which values cross.
-        ran_whole: (function, module, the model's line) of each function that ran whole, for want of a rule for its shards.
+        sent: the storages that were sent to another stage.
+        assumed: (function, line of the model) of each read of a value that a rehearsal does not have.
+        edges: the pairs of pipeline stages between which values are sent.
+        ran_whole: (function, module, line of the model) of each function without a rule for shards: its inputs were gathered.
     """
 
     events: list[Event] = field(default_factory=list)
-    kept: dict[int, str] = field(default_factory=dict)
+    persistent: dict[int, str] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)
     assumed: tuple[tuple[str, str], ...] = ()

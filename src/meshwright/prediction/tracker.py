@@ -1,4 +1,4 @@
-"""``Tracker``: follows what a rank does, function by function, into a ``Trace``. For rehearsals and for runs alike."""
+"""``Tracker``: records what a rank does, function by function, as a ``Trace``. It works in rehearsals and in runs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from meshwright.spmd.torch_functions import flops_of, op_facts
 
 _REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
 Now = Callable[[], Action | None]
-"""The action that this rank runs; None between steps."""
+"""Returns the action that this rank runs; None between steps."""
 
 
 class Tracker(TorchDispatchMode):
-    """Writes down each function of ATen, each collective and each storage. On for the time of a step.
+    """A dispatch mode that records each ATen function, each collective and each storage in ``trace``.
 
     Args:
-        model: whose modules are named.
-        now: the action that this rank runs.
+        model: the model whose modules the trace names.
+        now: returns the action that this rank runs.
     """
 
     def __init__(self, model: nn.Module, now: Now) -> None:
@@ -51,7 +51,7 @@ class Tracker(TorchDispatchMode):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules: list[str] = [""]
         self._count, self._sharing = count(), Counter[int]()
-        self._numbers: dict[int, int] = {}  # where a living storage stands → its number
+        self._numbers: dict[int, int] = {}  # address of a living storage → its number
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Tracker:
@@ -82,14 +82,14 @@ class Tracker(TorchDispatchMode):
         trace, self.trace = self.trace, Trace()
         return trace
 
-    def keep(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
-        """Labels tensors that live for the whole run (label → tensors). A new storage is recorded as allocated."""
-        for label, labelled in tensors.items():
-            for t in labelled:
-                self.trace.kept[self._number(_local(t), label)] = label
+    def mark_persistent(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
+        """Marks tensors as persistent. ``tensors``: kind → tensors. A storage not seen before is recorded as allocated."""
+        for kind, tensors_of_kind in tensors.items():
+            for t in tensors_of_kind:
+                self.trace.persistent[self._number(_local(t), kind)] = kind
 
     def begin(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Records that a phase of the step begins."""
         self._action, self._forward = None, False
         self.trace.events.append(Began(phase))
 
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # half of all that is asked
+            return args[0].device  # a fast path: half of all calls ask for the device
         if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
             return NotImplemented  # the functions on local tensors are dispatched here again
         kwargs = kwargs or {}
@@ -134,12 +134,14 @@ class Tracker(TorchDispatchMode):
         self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(inputs, outputs), workspace))
 
     def _follow_actions(self) -> None:
+        """Records that an action begins, if it is not the one of the previous function."""
         action = self._now()
         if action is not self._action and action is not None:
             self._action, self._forward = action, action.kind == "F"
             self.trace.events.append(Began(action))
 
     def _exchange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Records a collective, and the storages that it reads and writes."""
         storages = [self._number(_local(t), _name(func)) for t in _tensors((args, kwargs))]
         kind = _COLLECTIVES.get(_name(func))
         self.trace.exchanged.update(storages)
@@ -147,7 +149,7 @@ class Tracker(TorchDispatchMode):
             self.trace.sent.update(storages)
         groups = [ranks for value in args if (ranks := _ranks(value)) is not None]
         if kind is not None and groups:
-            # The larger of what is put in and what comes out: the whole tensor, as one or as a list.
+            # The full tensor is the larger of input and output, which may be a tensor or a list of tensors.
             nbytes = max(nbytes_of(_tensors(value)) for value in args)
             self.trace.events.append(Collective(kind, nbytes, groups[0], self._modules[-1] if self._forward else ""))
 
@@ -162,22 +164,25 @@ class Tracker(TorchDispatchMode):
         number = self._numbers[at] = next(self._count)
         module, line = (self._modules[-1], model_line(_REHEARSAL)) if self._forward else ("", "")
         self.trace.events.append(Allocated(number, storage.nbytes(), function, module, line))
-        self._hear_of_end(storage, number)
+        self._register_finalizer(storage, number)
         return number
 
     def _share(self, result: Tensor, source: Tensor) -> None:
-        """Counts a result in the storage of its source: without a dispatch mode, the function writes in place."""
+        """Counts a result as part of its source's storage: without a dispatch mode, the function writes in place."""
         storage = result.untyped_storage()
         number = self._number(source, "")
         self._numbers[storage._cdata], self._sharing[number] = number, self._sharing[number] + 1
-        self._hear_of_end(storage, number)
+        self._register_finalizer(storage, number)
 
-    def _hear_of_end(self, storage: Any, number: int) -> None:
-        """A weak reference: what waits for the end of a storage lives as long as that, and the tracker knows the model."""
+    def _register_finalizer(self, storage: Any, number: int) -> None:
+        """Calls ``freed`` when a storage is freed.
+
+        The finalizer lives as long as the storage, so it holds the tracker weakly: the tracker refers to the model.
+        """
         weakref.finalize(storage, _freed, weakref.ref(self), storage._cdata, number).atexit = False
 
     def freed(self, at: int, number: int) -> None:
-        """Records that a storage was freed, if no result shares its number any more."""
+        """Records that a storage was freed, unless another storage still has its number. ``at``: its address."""
         self._numbers.pop(at, None)
         if self._sharing[number]:
             self._sharing[number] -= 1
@@ -192,9 +197,13 @@ class Tracker(TorchDispatchMode):
 
 @contextmanager
 def followed(tracker: Tracker) -> Iterator[None]:
-    """For its time a tracker is on, and hears of what goes past every dispatch mode, or comes to it and is none of a run's."""
+    """A context in which a tracker records.
 
-    def told(resize: Any) -> Any:
+    It records resizes of storages too, which no dispatch mode sees, and ignores the functions by which DTensor infers shapes:
+    a dispatch mode sees them, but they are no work of the step.
+    """
+
+    def with_recording(resize: Any) -> Any:
         def resized(storage: Any, nbytes: int) -> Any:
             result = resize(storage, nbytes)
             tracker.resized(storage, nbytes)
@@ -202,14 +211,18 @@ def followed(tracker: Tracker) -> Iterator[None]:
 
         return resized
 
-    def unseen(shapes_of: Any) -> Any:
+    def while_paused(shapes_of: Any) -> Any:
         def paused(*args: Any) -> Any:
             with tracker.paused():
                 return shapes_of(*args)
 
         return paused
 
-    with RESIZE.on(told), changed_on(sharding_propagator(), "_propagate_tensor_meta_non_cached", unseen), tracker:
+    with (
+        RESIZE.on(with_recording),
+        changed_on(sharding_propagator(), "_propagate_tensor_meta_non_cached", while_paused),
+        tracker,
+    ):
         yield
 
 
@@ -233,7 +246,8 @@ _COLLECTIVES = {
     "send": "send",
     "recv_": "recv",
 }
-# In a backward, torch fills zeros in place; under a dispatch mode it makes another tensor of them (``gather_backward``).
+# In a backward, torch writes into zeros in place with these functions. Under a dispatch mode it makes a new tensor instead
+# (``gather_backward``).
 _OUT_OF_PLACE = frozenset(["scatter_add", "scatter", "index_add", "index_put", "index_fill", "index_copy"])
 
 
@@ -272,9 +286,9 @@ def _dtype(inputs: list[Tensor], outputs: list[Tensor]) -> str:
 
 
 def _ranks(value: Any) -> tuple[int, ...] | None:
-    """The ranks of a process group, as an op of ``c10d`` is given it.
+    """The ranks of a process group, if an argument of a ``c10d`` op is one; else None.
 
-    Private: an op has the group as a script object, which only ``ProcessGroup.unbox`` opens.
+    Private: the argument is a script object, which only ``ProcessGroup.unbox`` can convert.
     """
     if not isinstance(value, torch.ScriptObject):
         return None

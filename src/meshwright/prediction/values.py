@@ -1,11 +1,11 @@
-"""``KnownValues``: in a rehearsal, what follows from the batch alone has values; what follows from parameters has none.
+"""``KnownValues``: in a rehearsal, tensors that follow from the batch alone have values. All others have only shapes.
 
-a function of tensors that all have values     runs (masks, positions, shifted labels)
-a small tensor that the model makes of none    has values (``arange``, ``zeros``); a large one has not
-any other                                      has shapes alone (``FakeTensorMode``)
-a read of a value that is not there            is assumed, as planning does (a mask is all true, a number is one)
+a function whose tensors all have values       computes values (masks, positions, shifted labels)
+a function without tensors (``arange``)        computes values if the model calls it and the result is small
+any other function                             infers shapes only (``FakeTensorMode``)
+a read of a value that does not exist          the value is assumed, as in planning (a mask is all true, a number is one)
 
-What is written with something that has no values has none from then on.
+If a function writes something without values into a tensor, the tensor has no values from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.private import (
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import op_facts, written_by
 
-SMALL = 1 << 20  # bytes: what a model makes of nothing, and is larger, has no values
+SMALL = 1 << 20  # bytes: the result of a function without tensors has values up to this size
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
 _RUNTIME = (
@@ -47,42 +47,42 @@ _RUNTIME = (
 
 
 class KnownValues(TorchDispatchMode):
-    """On within a ``FakeTensorMode``.
+    """A dispatch mode that lets tensors have values within a ``FakeTensorMode``.
 
     Args:
-        fake: the mode.
+        fake: the enclosing mode.
 
     Attributes:
-        assumed: (function, the model's line) of each read of a value that is not there.
+        assumed: (function, line of the model) of each read of a value that does not exist, in order.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self._fake = fake
-        self._lost: set[int] = set()  # where memory stands that had values, and was written with what has none
+        self._lost_memory: set[int] = set()  # addresses of memory into which something without values was written
         self.assumed: dict[tuple[str, str], None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # half of all that is asked
+            return args[0].device  # a fast path: half of all calls ask for the device
         if any(issubclass(t, (DTensor, GlobalTensor)) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
         tensors = tensors_among((*args, *kwargs.values()))
         if not tensors:
-            return self._made_of_nothing(func, args, kwargs)
+            return self._run_without_tensors(func, args, kwargs)
         written = tensors_among(value for _, value in written_by(func, args, kwargs))
         known = all(map(self._has_values, tensors))
         if not known:
-            self._lose(written)
-        # Memory of this process is seen, and written, as what it is.
+            self._lose_values(written)
+        # Views of real memory, and writes between real tensors, run on the real memory.
         if known or (all(map(_is_real, tensors)) and (written or op_facts(func).is_view)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return self._by_shapes(func, args, kwargs)
+        return self._run_on_shapes(func, args, kwargs)
 
-    def _made_of_nothing(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor that is made of no tensor: its shape says whether it is small."""
+    def _run_without_tensors(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function without tensors. Its result has values if it is small and the model called the function."""
         out = func(*args, **kwargs)
         small = sum(t.nbytes for t in tensors_among((out,))) <= SMALL
         if not small or kwargs.get("device") not in (None, _CPU) or func.namespace != "aten" or not _by_model():
@@ -90,36 +90,39 @@ class KnownValues(TorchDispatchMode):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _by_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of which some tensor has no values."""
+    def _run_on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on shapes, because some of its tensors have no values."""
         if func in ASSUMED or func in SIZED:
             return self._assume(func, args, kwargs)
         if func in INDEXED and any(map(is_mask, args[1])):
             positions = [self._positions(index) if is_mask(index) else [index] for index in args[1]]
             args = (args[0], [index for group in positions for index in group], *args[2:])
         if func.overloadpacket.__name__ == "_grouped_mm":
-            return self._grouped(func, args, kwargs)
+            return self._grouped_product(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _grouped(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A grouped product in any type: torch's function on meta tensors takes bfloat16 alone, as GPUs do."""
+    def _grouped_product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The shape of a grouped matrix product, in any dtype. On meta tensors, torch's function accepts only bfloat16."""
         dtype = kwargs.get("out_dtype") or args[0].dtype
         with unset_fake_temporarily():
-            half = pytree.tree_map_only(Tensor, _half, (args, {**kwargs, "out_dtype": None} if kwargs else kwargs))
-            shaped = func(*half[0], **half[1])
-        return self._without_values(torch.empty_strided(shaped.size(), shaped.stride(), dtype=dtype, device=_META))
+            in_bfloat16 = pytree.tree_map_only(
+                Tensor, _half, (args, {**kwargs, "out_dtype": None} if kwargs else kwargs)
+            )
+            meta = func(*in_bfloat16[0], **in_bfloat16[1])
+        return self._without_values(torch.empty_strided(meta.size(), meta.stride(), dtype=dtype, device=_META))
 
     def _has_values(self, t: Tensor) -> bool:
-        return _is_real(t) and storage_of(t) not in self._lost
+        return _is_real(t) and storage_of(t) not in self._lost_memory
 
-    def _lose(self, written: Iterable[Tensor]) -> None:
-        """Tensors are written with what has no values."""
+    def _lose_values(self, written: Iterable[Tensor]) -> None:
+        """Marks tensors as tensors without values, because something without values is written into them."""
         for t in filter(self._has_values, written):
-            at = storage_of(t)
-            self._lost.add(at)
-            weakref.finalize(t.untyped_storage(), self._lost.discard, at).atexit = False
+            address = storage_of(t)
+            self._lost_memory.add(address)
+            weakref.finalize(t.untyped_storage(), self._lost_memory.discard, address).atexit = False
 
     def _assume(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function that reads values, or whose result has a size that follows from values: assumed."""
         if func is torch.ops.aten.masked_select.default and self._has_values(args[1]):
             with unset_fake_temporarily():
                 count = int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).count_nonzero())
@@ -132,7 +135,7 @@ class KnownValues(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, self._without_values, out)
 
     def _positions(self, mask: Tensor) -> list[Tensor]:
-        """A mask as the positions that it holds; all, if it has no values."""
+        """The indices at which a mask is true. If the mask has no values, it is assumed to be true everywhere."""
         if self._has_values(mask):
             with unset_fake_temporarily():
                 return list(mask.nonzero().unbind(1))
@@ -146,12 +149,12 @@ class KnownValues(TorchDispatchMode):
 
 
 def _is_real(t: Tensor) -> bool:
-    """Whether a tensor has memory here."""
+    """Whether a tensor has memory in this process."""
     return not (isinstance(t, FakeTensor) or t.is_meta)
 
 
 def _by_model() -> bool:
-    """Whether the model's own code asks, and not FSDP2 or our runtime on its way."""
+    """Whether the model's code called this function, not FSDP2 or our runtime in between."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_of_model(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_RUNTIME):

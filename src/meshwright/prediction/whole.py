@@ -1,14 +1,14 @@
-"""``Whole``: what each role of a step takes, from as few rehearsals as can be.
+"""``role_costs``: the memory and seconds of each role in a step, from as few rehearsals as possible.
 
-    role ──► of as few blocks as can be, and of one more      blocks.py, passing.py
-         ──► of three microbatches                            composition.py
+    role ──► rehearsals with few blocks, and with one more    blocks.py, passing.py
+             and with three microbatches                      composition.py
                  │ traces
                  ▼
          memory and seconds of all blocks                     extrapolation.py
          ──► of all microbatches, in the order of the schedule
 
-Stages of a pipeline that do the same are rehearsed once. So 126 blocks in 16 stages, with 64 microbatches, cost what
-five do in three stages, with three. A model whose blocks cannot be told apart so is rehearsed whole.
+Stages of a pipeline that do the same are rehearsed once. So 126 blocks in 16 stages with 64 microbatches take as long as five
+blocks in three stages with three microbatches. If a model's blocks cannot be passed through, the full model is rehearsed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.blocks import Folding, Pruned, folding_of
 from meshwright.prediction.clock import Clock, Phase, Spent
 from meshwright.prediction.composition import REHEARSED, Templates
-from meshwright.prediction.exchanges import of_all
+from meshwright.prediction.exchanges import module_pattern
 from meshwright.prediction.extrapolation import PhaseLevels, items_of, kinds_at, linear, phase_levels, phases_of
 from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, Levels, Memory, PhaseMemory, levels_of
 from meshwright.prediction.rehearsal import Rehearsal, rehearse
 from meshwright.prediction.roles import Role
 from meshwright.prediction.trace import Trace
+from meshwright.recipe import Stage
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.runtime.rows.microbatches import rows_of_rank
-from meshwright.schedule import Action, Schedule, make_schedule, with_transfers
+from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
 
 
 @dataclass(frozen=True)
-class Taken:
+class RoleCosts:
     """The memory and seconds of a role in a step.
 
     Attributes:
-        phases: its actions and phases in order, in seconds.
+        memory: peak memory.
+        phases: its actions and phases with their seconds, in order.
         assumed, ran_whole: see ``Trace``.
     """
 
@@ -50,27 +52,35 @@ class Taken:
     ran_whole: tuple[tuple[str, str, str], ...] = ()
 
 
-def taken_by(roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> dict[int, Taken]:
-    """First rank of each role → its memory and seconds. ``fold``: whether equal blocks and microbatches are rehearsed once."""
+def role_costs(
+    roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True
+) -> dict[int, RoleCosts]:
+    """First rank of each role → its memory and seconds.
+
+    Args:
+        rehearsal: of the full model with all microbatches.
+        profile: of the hardware.
+        fold: whether blocks and microbatches that do the same are rehearsed once. If this fails, all of them are rehearsed.
+    """
     if not fold:
-        unfolded = Whole(rehearsal, profile, fold=False)
-        return {role.rank: unfolded.of(role) for role in roles}
-    folded = Whole(rehearsal, profile)
+        unfolded = RolePredictor(rehearsal, profile, fold=False)
+        return {role.rank: unfolded.predict(role) for role in roles}
+    folded = RolePredictor(rehearsal, profile)
     try:
-        return {role.rank: folded.of(role) for role in roles}
+        return {role.rank: folded.predict(role) for role in roles}
     except Exception:  # a model may raise any exception if some of its blocks are passed through
         if not folded.folds:
             raise
-        return taken_by(roles, rehearsal, profile, fold=False)
+        return role_costs(roles, rehearsal, profile, fold=False)
 
 
-class Whole:
+class RolePredictor:
     """Predicts the memory and seconds of the roles of a step.
 
     Args:
-        rehearsal: of the whole model and all microbatches.
-        profile: the hardware's.
-        fold: whether equal blocks and microbatches are rehearsed once.
+        rehearsal: of the full model with all microbatches.
+        profile: of the hardware.
+        fold: whether blocks and microbatches that do the same are rehearsed once.
     """
 
     def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
@@ -86,10 +96,12 @@ class Whole:
 
     @cached_property
     def _rehearsals(self) -> list[Rehearsal]:
-        return [self._short.of(blocks) for blocks in (self._folding.base, *(more for more, _ in self._folding.more))]
+        """The rehearsal of the base, and of each model with one more block."""
+        models = [self._folding.base, *(pruned for pruned, _ in self._folding.more)]
+        return [self._short.passing_through(blocks) for blocks in models]
 
-    def of(self, role: Role) -> Taken:
-        """The memory and seconds of a role."""
+    def predict(self, role: Role) -> RoleCosts:
+        """Rehearses a role, and returns its memory and seconds."""
         recipe = self._rehearsal.recipe
         first, traces = self._rehearsed(role)
         weights = [counts[role.stage] for _, counts in self._folding.more]
@@ -97,102 +109,109 @@ class Whole:
         seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
         ran_whole = tuple(
-            dict.fromkeys((f, of_all(module), line) for trace in traces for f, module, line in trace.ran_whole)
+            dict.fromkeys((f, module_pattern(module), line) for trace in traces for f, module, line in trace.ran_whole)
         )
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
-            as_rehearsed = [_InOrder(phase.what, phase) for phase in phases]
-            return Taken(self._memory(levels, weights, as_rehearsed), seconds, assumed, ran_whole)
+            as_rehearsed = [_InOrder(phase.label, phase) for phase in phases]
+            return RoleCosts(self._memory(levels, weights, as_rehearsed), seconds, assumed, ran_whole)
         actions = self._schedule.ranks[role.stage]
-        in_order = _in_order(phases, actions, self._more_rows(role.rank))
-        return Taken(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, ran_whole)
+        in_order = _in_order(phases, actions, self._left_out_bytes(role.rank))
+        return RoleCosts(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, ran_whole)
 
     # --- rehearsals ---------------------------------------------------------------------------------------------------
 
     def _rehearsed(self, role: Role) -> tuple[int, list[Trace]]:
-        """The rank that was rehearsed for a role, and its traces."""
-        kind = self._kind(role)
-        if kind not in self._traces:
+        """(the rank that was rehearsed for a role, its traces: of the base, and of each model with one more block)."""
+        work = self._work(role)
+        if work not in self._traces:
             traces = [rehearse(rehearsal, role.rank) for rehearsal in self._rehearsals]
-            self._traces[kind] = role.rank, traces
-            # None: the first rehearsal, whose edges are used for every role.
+            self._traces[work] = role.rank, traces
+            # The key None has the first rehearsal, whose edges are used for every role.
             self._traces.setdefault(None, (role.rank, traces))
-        return self._traces[kind]
+        return self._traces[work]
 
-    def _kind(self, role: Role) -> Hashable:
+    def _work(self, role: Role) -> Hashable:
         """A key that is equal for roles whose stages do equal work."""
         recipe = self._rehearsal.recipe
         if not recipe.stages or not self._traces or self._short is self._rehearsal:
             return role.rank
         edges = self._traces[None][1][0].edges
-        kinds = [
-            (
-                stage.flops, stage.moved, stage.sends, stage.parameters, tuple(map(pattern, stage.modules)),
-                tuple(sum(end == stage.index for end in ends) for way in edges for ends in zip(*way, strict=True)),
-            )
-            for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage
-        ]  # fmt: skip
+        stages = [stage for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage]
+        work = tuple(_work_of_stage(stage, edges) for stage in stages)
         tp = recipe.mesh.coordinate(role.rank).get("tp", 0)
-        return tuple(kinds), tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()
+        return work, tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()
 
     # --- all microbatches ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _schedule(self) -> Schedule:
-        """The schedule of the whole step. Its transfers are known only after the first rehearsal."""
+        """The schedule of the step with all its microbatches. Its transfers are known only after the first rehearsal."""
         recipe, edges = self._rehearsal.recipe, self._traces[None][1][0].edges
         ranks = recipe.mesh.axis_size("pp")
         plain = make_schedule(recipe.schedule, ranks, len(recipe.stage_rank), recipe.microbatches)
         return with_transfers(plain, edges.forward, edges.backward)
 
-    def _more_rows(self, rank: int) -> int:
+    def _left_out_bytes(self, rank: int) -> int:
         """Bytes of this rank's rows of the batch that the rehearsal left out."""
         return self._rows_bytes(self._rehearsal, rank) - self._rows_bytes(self._short, rank)
 
     def _rows_bytes(self, rehearsal: Rehearsal, rank: int) -> int:
+        """Bytes of a rank's rows of the batch."""
         rows = rows_of_rank(rehearsal.batch, rehearsal.recipe, rank)
         return sum(t.nbytes for t in tensors_in(rows))
 
     def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
-        most = max(phases, key=lambda phase: phase.highest)
-        items, sites = items_of(levels, most.levels.highest)
-        between_steps = round(linear(levels[0].kept, [other.kept for other in levels[1:]], weights)) + most.rows
+        """The peak memory over all actions and phases of the full model."""
+        fullest = max(phases, key=lambda phase: phase.highest)
+        items, sites = items_of(levels, fullest.levels.highest)
+        rehearsed = round(linear(levels[0].persistent, [other.persistent for other in levels[1:]], weights))
         gradients = _gradients(levels, phases)
         return Memory(
-            most.highest, most.with_others(items, gradients), str(most.what), sites, between_steps, self._profile.reserve,
+            fullest.highest, fullest.with_others(items, gradients), str(fullest.label), sites, rehearsed + fullest.rows,
+            self._profile.reserve,
             _by_phase(levels, phases, gradients),
         )  # fmt: skip
 
 
+def _work_of_stage(stage: Stage, edges: Edges) -> Hashable:
+    """A key that is equal for stages that do equal work, with equally many transfers."""
+    modules = tuple(map(pattern, stage.modules))
+    transfers = tuple(ends.count(stage.index) for direction in edges for ends in zip(*direction, strict=True))
+    return stage.flops, stage.moved, stage.sends, stage.parameters, modules, transfers
+
+
 def _by_phase(levels: Sequence[Levels], phases: Sequence[_InOrder], gradients: str) -> tuple[PhaseMemory, ...]:
     """The peak memory of each action and phase of the last step."""
-    begun = max((i for i, phase in enumerate(phases) if str(phase.what).startswith("step")), default=0)
-    step = [phase for phase in phases[begun:] if phase.what]
+    step_start = max((i for i, phase in enumerate(phases) if str(phase.label).startswith("step")), default=0)
+    step = [phase for phase in phases[step_start:] if phase.label]
     kinds = kinds_at([phase.levels.highest for phase in step], levels)
     return tuple(
-        PhaseMemory(str(phase.what), phase.highest, phase.with_others(kinds[phase.levels.highest], gradients))
+        PhaseMemory(str(phase.label), phase.highest, phase.with_others(kinds[phase.levels.highest], gradients))
         for phase in step
     )
 
 
 def _gradients(levels: Sequence[Levels], phases: Sequence[_InOrder]) -> str:
-    """The kind of the gradients that backwards add up: with FSDP2, unreduced until the last backward."""
-    backwards = [phase.levels for phase in phases if isinstance(phase.what, Action) and phase.what.kind in ("B", "I")]
+    """The kind of the gradients to which backwards add: with FSDP2, they are unreduced until the last backward."""
+    backwards = [phase.levels for phase in phases if isinstance(phase.label, Action) and phase.label.kind in ("B", "I")]
     items = items_of(levels, backwards[-1].highest)[0] if backwards else {}
     return max(("gradients", UNREDUCED), key=lambda kind: items.get(kind, 0))
 
 
 @dataclass(frozen=True)
 class _InOrder:
-    """The memory of an action or phase in the whole step.
+    """The memory of an action or phase in the step with all its microbatches.
 
     Attributes:
-        levels: those of the rehearsed action that stands for this one.
-        in_flight, gradients: bytes of activations, and of other memory, that live in addition to those in the rehearsal.
+        label: the action, or the name of the phase.
+        levels: the memory of the rehearsed action that stands for this one.
+        in_flight: bytes of activations that live in addition to those in the rehearsal.
+        gradients: bytes of other memory that live in addition.
         rows: bytes of the batch that the rehearsal left out.
     """
 
-    what: Action | str
+    label: Action | str
     levels: PhaseLevels
     in_flight: int = 0
     gradients: int = 0
@@ -200,50 +219,61 @@ class _InOrder:
 
     @property
     def highest(self) -> int:
+        """Peak bytes."""
         return self.levels.highest.nbytes + self.in_flight + self.gradients + self.rows
 
     def with_others(self, items: Mapping[str, int], gradients: str) -> dict[str, int]:
-        """Bytes by kind at the peak. ``items``: those of the rehearsal. ``gradients``: see ``_gradients``."""
-        most = dict(items)
-        activations = most.get(ACTIVATIONS, 0) + self.in_flight + min(0, self.gradients)
-        most[ACTIVATIONS] = max(0, activations)  # fewer live than in the rehearsal: then there are fewer gradients, too
-        besides = {"batch": self.rows, gradients: max(0, self.gradients) + min(0, activations)}
-        for kind, nbytes in besides.items():
-            most[kind] = most.get(kind, 0) + nbytes
-        return {kind: nbytes for kind, nbytes in most.items() if nbytes}
+        """Kind → bytes at the peak. ``items``: those of the rehearsal. ``gradients``: the kind that ``_gradients`` returns."""
+        totals = dict(items)
+        activations = totals.get(ACTIVATIONS, 0) + self.in_flight + min(0, self.gradients)
+        totals[ACTIVATIONS] = max(0, activations)  # below 0: fewer live than in the rehearsal, and fewer gradients, too
+        additions = {"batch": self.rows, gradients: max(0, self.gradients) + min(0, activations)}
+        for kind, nbytes in additions.items():
+            totals[kind] = totals.get(kind, 0) + nbytes
+        return {kind: nbytes for kind, nbytes in totals.items() if nbytes}
 
 
 def _in_order(phases: Sequence[PhaseLevels], actions: Sequence[Action], rows: int) -> list[_InOrder]:
-    """The memory of each action and phase of the last step, with all its microbatches, in order."""
-    begun = max(i for i, phase in enumerate(phases) if str(phase.what).startswith("step"))
-    step = phases[begun:]
-    rehearsed = [(phase.what, phase) for phase in step if isinstance(phase.what, Action)]
-    before = {
+    """The memory of each action and phase of the last step with all its microbatches, in order.
+
+    Args:
+        phases: those of the rehearsal.
+        actions: the schedule of the rank.
+        rows: bytes of the batch that the rehearsal left out.
+    """
+    step_start = max(i for i, phase in enumerate(phases) if str(phase.label).startswith("step"))
+    step = phases[step_start:]
+    rehearsed = [(phase.label, phase) for phase in step if isinstance(phase.label, Action)]
+    rehearsed_live = {
         id(levels): (total, in_flight)
         for (_, levels), (total, in_flight) in zip(rehearsed, _live(rehearsed), strict=True)
     }
-    taken = Templates(rehearsed).of(actions)
-    in_schedule = [(action, levels) for action, levels in zip(actions, taken, strict=True) if levels is not None]
+    templates = Templates(rehearsed).for_actions(actions)
+    in_schedule = [(action, levels) for action, levels in zip(actions, templates, strict=True) if levels is not None]
     placed = []
     for (action, levels), (total, in_flight) in zip(in_schedule, _live(in_schedule), strict=True):
-        rehearsed_total, rehearsed_in_flight = before[id(levels)]
+        rehearsed_total, rehearsed_in_flight = rehearsed_live[id(levels)]
         activations = in_flight - rehearsed_in_flight
         gradients = total - in_flight - (rehearsed_total - rehearsed_in_flight)
         placed.append(_InOrder(action, levels, activations, gradients, rows))
-    first = next(i for i, phase in enumerate(step) if isinstance(phase.what, Action))
-    others = [
-        [_InOrder(phase.what, phase, rows=rows) for phase in those if not isinstance(phase.what, Action)]
-        for those in (step[:first], step[first:])
-    ]
-    return [*others[0], *placed, *others[1]]
+    first = next(i for i, phase in enumerate(step) if isinstance(phase.label, Action))
+    before, after = (
+        [_InOrder(phase.label, phase, rows=rows) for phase in phases if not isinstance(phase.label, Action)]
+        for phases in (step[:first], step[first:])
+    )
+    return [*before, *placed, *after]
 
 
 def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, int]]:
-    """For each action: bytes that live when it begins, less those at the step's start; and how many of them forwards hold."""
+    """For each action, (bytes that live when it begins, bytes of these that forwards allocated).
+
+    Bytes that live at the step's start are not counted.
+    """
     total = in_flight = 0
     forwards: dict[tuple[int, int], int] = defaultdict(int)
     added = [levels.end - levels.start for _, levels in actions]
-    least: dict[tuple[str, int], int] = {}  # the first forward also gathers parameters
+    # (kind, stage) → bytes that an action of this kind adds, at least: the first forward also gathers parameters.
+    least: dict[tuple[str, int], int] = {}
     for (action, _), nbytes in zip(actions, added, strict=True):
         key = action.kind, action.stage
         least[key] = min(least.get(key, nbytes), nbytes)
@@ -258,13 +288,13 @@ def _live(actions: Sequence[tuple[Action, PhaseLevels]]) -> Iterator[tuple[int, 
 
 
 def _timed(phases: Sequence[Phase], actions: Sequence[Action]) -> list[Phase]:
-    """The seconds of each action and phase of the step, with all its microbatches, in order."""
-    rehearsed = [(phase.what, phase) for phase in phases if isinstance(phase.what, Action)]
-    taken = Templates(rehearsed).of(actions)
+    """The seconds of each action and phase of the step with all its microbatches, in order."""
+    rehearsed = [(phase.label, phase) for phase in phases if isinstance(phase.label, Action)]
+    templates = Templates(rehearsed).for_actions(actions)
     placed = [
-        replace(phase, what=action) if phase is not None else Phase(action, Spent())
-        for action, phase in zip(actions, taken, strict=True)
+        replace(phase, label=action) if phase is not None else Phase(action, Spent())
+        for action, phase in zip(actions, templates, strict=True)
     ]
-    first = next(i for i, phase in enumerate(phases) if isinstance(phase.what, Action))
-    last = max(i for i, phase in enumerate(phases) if isinstance(phase.what, Action))
+    first = next(i for i, phase in enumerate(phases) if isinstance(phase.label, Action))
+    last = max(i for i, phase in enumerate(phases) if isinstance(phase.label, Action))
     return [*phases[:first], *placed, *phases[last + 1 :]]

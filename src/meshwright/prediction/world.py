@@ -1,4 +1,4 @@
-"""A world without other ranks: this process is any rank of a mesh of any size, and collectives move nothing."""
+"""``rehearsed_world``: a process group of any size in one process, whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshwright.errors import Findings
 
 @contextlib.contextmanager
 def rehearsed_world(rank: int, size: int) -> Iterator[None]:
-    """For its time this process is one rank of ``size``, without the others.
+    """A context in which this process is rank ``rank`` of ``size`` ranks. The other ranks do not exist.
 
-    Private: torch's backend ``fake``, whose collectives return at once, is for tests and dry runs; its store is not public.
+    Private: torch has the backend ``fake`` for tests and dry runs. Its collectives return at once. Its store is not public.
 
     Raises:
         PlanError: this process is a rank of a run already.
@@ -32,14 +32,14 @@ def rehearsed_world(rank: int, size: int) -> Iterator[None]:
             fix="call it before torch.distributed.init_process_group, or in a process of its own",
         )
     findings.raise_if_any()
-    # Torch puts the rank before each line of an error, once more with each group that it makes.
-    told_by = sys.excepthook
+    # For each group that it makes, torch wraps sys.excepthook: one more rank is printed before each line of an error.
+    previous_hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
-            # nothing waits for another rank here
+            # The timeout of a group does not matter here, since nothing waits for another rank.
             warnings.filterwarnings("ignore", "Set timeout is now only supported for")
             yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = told_by
+        sys.excepthook = previous_hook

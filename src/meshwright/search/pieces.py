@@ -152,15 +152,17 @@ class PeakMemory:
     def of_trace(cls, trace: Trace) -> PeakMemory:
         """Reads them from the trace of a rehearsal."""
         levels = levels_of(trace)
-        start = max((i for i, p in enumerate(levels.phases) if str(p.what).startswith("step")), default=0)
+        start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
         last_step_phases = levels.phases[start:]
-        moments = [moment for phase in last_step_phases if isinstance(phase.what, Action) for moment in phase.moments]
+        moments = [moment for phase in last_step_phases if isinstance(phase.label, Action) for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
         temporary = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
         peak = max(range(len(moments)), key=temporary.__getitem__)
-        updates = [m.nbytes for phase in last_step_phases if phase.what in ("clip", "optimizer") for m in phase.moments]
+        updates = [
+            m.nbytes for phase in last_step_phases if phase.label in ("clip", "optimizer") for m in phase.moments
+        ]
         unsharded = kinds[moments[peak].at].get(UNSHARDED, 0)
-        return cls(levels.kept, temporary[peak], unsharded, max(0, max(updates, default=0) - levels.kept))
+        return cls(levels.persistent, temporary[peak], unsharded, max(0, max(updates, default=0) - levels.persistent))
 
 
 def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[float, float, float], float]:

@@ -116,7 +116,7 @@ class Rehearsals:
             return 0.0
         most = self._rehearsal(few.most, 1, recompute="blocks")
         models = (few.base, *few.more)
-        base, *more = (PeakMemory.of_trace(rehearse(most.of(model), 0, updated=False)) for model in models)
+        base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, updated=False)) for model in models)
         nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
         return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 
@@ -165,9 +165,9 @@ class Rehearsals:
             few: the model with few blocks.
             most: the rehearsal of the model that ``few.most`` makes.
         """
-        base = most.of(few.base)
+        base = most.passing_through(few.base)
         wide = replace(base, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
-        more = [rehearse(most.of(model), 0) for model in few.more]
+        more = [rehearse(most.passing_through(model), 0) for model in few.more]
         return pieces_of(base.recipe, few.kinds, rehearse(base, 0), rehearse(wide, 0, updated=False), more)
 
     def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:

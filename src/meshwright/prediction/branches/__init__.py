@@ -1,10 +1,12 @@
-"""Does it pay to run branches beside each other? By the seconds that every prediction has (``Profile``, ``collective``).
+"""``compare_branches``: whether it pays to run branches at the same time, on different ranks.
 
-    work        seconds of a part of a forward and its backward, whole or cut
-    traffic     calls and bytes of collectives; those of forks and joins as a job's ledger counts them
-    ways        the ways to run a region of branches
+Seconds are computed as in every prediction (``Profile``, ``collective``).
+
+    work        seconds of some events of a forward and their backward, on one device or sharded over tp
+    traffic     calls and bytes of collectives; forks and joins are counted as a job's ledger counts them
+    ways        the ways to run a region of branches, and their costs
     comparison  ``Comparison``: table and verdict
-    compare     ``compare_branches``: from a model and a plan to a comparison
+    compare     ``compare_branches``: makes a comparison from a model and a plan
 
-The split of ranks between branches is ``planning.split``, which ``branches: auto`` uses too.
+``planning.split`` divides ranks between branches, also for ``branches: auto``.
 """

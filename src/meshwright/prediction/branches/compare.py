@@ -1,4 +1,4 @@
-"""``compare_branches``: does it pay to run the branches of a plan on different ranks? Composes planning and arithmetic."""
+"""``compare_branches``: compares ways to run the branches of a plan: on different ranks, by data or tensor, on one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.plan import Plan, PlanLike
 from meshwright.planned import Planned
 from meshwright.prediction.branches.comparison import Compared, Comparison
 from meshwright.prediction.branches.ways import Region, RegionCost, read_regions
-from meshwright.prediction.branches.work import Meter, Parameters
+from meshwright.prediction.branches.work import EventCosts, Parameters
 from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
 from meshwright.runtime.rows.batch import copied
@@ -39,70 +39,76 @@ def compare_branches(
     hardware: str | Profile = "h100",
     tables: Tables | None = None,
 ) -> Comparison:
-    """Does it pay to run the branches of a plan on different ranks? Against data and tensor parallelism, and one device.
+    """Compares running the branches of a plan on different ranks with data parallelism, tensor parallelism and one device.
 
-    Starts no process and allocates no parameter.
+    It starts no process and allocates no parameter. ``print`` the result for a table and a verdict.
 
     Args:
-        build: makes the model.
-        batch: a sample, of all data ranks together, of which shapes and types count.
-        plan: which modules are branches (``on: tp[0:2]``), and the mesh.
-        loss: of the model's output; default ``output.loss``.
-        hardware: a profile, its name, or the path of its YAML file, as ``predict`` takes it; ``cpu-local`` is this machine.
-        tables: (branch, ranks) → seconds of its forward and backward, measured, in place of what is predicted. A branch is
-            called by the modules that it runs in a region, as the table prints it; a glob names several.
+        build: a function that builds the model.
+        batch: a batch of all data ranks together. Only its shapes and dtypes matter.
+        plan: a plan with a mesh and with branches (``on: tp[0:2]``).
+        loss: output of the model → loss; default ``output.loss``.
+        hardware: a profile, its name, or the path of its YAML file; ``cpu-local`` is this machine.
+        tables: (branch, number of ranks) → measured seconds of its forward and backward, in place of predicted ones. The
+            name of a branch is that in the printed table; a glob may match several branches.
 
     Raises:
-        PlanError: with every problem of the plan or the profile; where it has no branches beside each other.
+        PlanError: every problem of the plan or the profile; or no branches of the plan can run at the same time.
+        ValueError: ``tables`` names no branch, or less than one rank.
     """
     plan, loss = Plan.parse(plan), loss or output_loss
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     recipe = Planned(build, plan, batch, loss, whole_batch=True).recipe
     rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
-    piece = take_rows(batch, 0, rows)
-    planned = Planned(build, plan, piece, loss)
-    graph = planned.graph(lambda model: loss(called(model, copied(piece))))
+    microbatch = take_rows(batch, 0, rows)
+    planned = Planned(build, plan, microbatch, loss)
+    graph = planned.graph(lambda model: loss(called(model, copied(microbatch))))
     regions = _regions(planned, recipe, graph, rows)
-    meter = Meter(graph, profile, Parameters.of(recipe))
-    measured = _named(tables or {}, regions)
-    looked_at = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
+    event_costs = EventCosts(graph, profile, Parameters.of(recipe))
+    measured = _seconds_by_branch(tables or {}, regions)
+    planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
     @cache
     def cuts(tp: int) -> Mapping[str, Shard]:
-        """The cuts of the same model over so many ranks, without branches; between those looked at, by the one below."""
-        if tp not in looked_at:
-            below = cuts(max(n for n in looked_at if n < tp))
+        """The parameters that are sharded over ``tp`` ranks without branches; if not planned, as over the next fewer ranks."""
+        if tp not in planned_sizes:
+            below = cuts(max(n for n in planned_sizes if n < tp))
             return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
-        alone = Planned(build, _without_branches(plan, tp), piece, loss).recipe
-        return {n: p.tp for n, p in alone.by_name.items() if isinstance(p.tp, Shard)}
+        recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
+        return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
 
-    costs = [RegionCost(r, recipe.places, meter, rows, cuts, measured) for r in regions]
-    return Comparison(profile, tuple(
-        Compared(c.region.name, c.ranks, rows, tuple(c.ways), tuple(map(tuple, c.tables)), c.parameter_bytes) for c in costs
-    ))  # fmt: skip
+    costs = [RegionCost(region, recipe.places, event_costs, rows, cuts, measured) for region in regions]
+    return Comparison(profile, tuple(map(_compared, costs)))
+
+
+def _compared(cost: RegionCost) -> Compared:
+    """The ways to run a region, as plain values."""
+    tables = tuple(map(tuple, cost.tables))
+    return Compared(cost.region.name, cost.ranks, cost.rows, tuple(cost.ways), tables, cost.parameter_bytes)
 
 
 def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> list[Region]:
     """The regions of the plan. Raises PlanError if no region has several branches."""
     places = recipe.places
 
-    def modules(positions: Any, place: int) -> str:
-        inside = set(positions)
-        starts = sorted(
-            (c.start, c.module) for c in graph.calls.values()
-            if c.module in recipe.placed and c.start in inside and _within(places, recipe.placed[c.module], place)
-        )  # fmt: skip
-        outermost = dict.fromkeys(name for _, name in starts if not _above(name, [n for _, n in starts]))
+    def branch_name(positions: Any, place: int) -> str:
+        """The outermost modules that begin at these positions; without any, the functions there."""
+        starts = set(positions)
+        calls = [call for call in graph.calls.values() if call.start in starts and call.module in recipe.placed]
+        calls = [call for call in calls if _is_placed_within(places, recipe.placed[call.module], place)]
+        modules = [module for _, module in sorted((call.start, call.module) for call in calls)]
+        outermost = dict.fromkeys(name for name in modules if not _is_submodule(name, modules))
         return "+".join(outermost or dict.fromkeys(graph.events[p].function for p in positions))
 
     @cache
-    def apart(place: int) -> bool:
+    def rows_are_independent(place: int) -> bool:
+        """Whether two data ranks of a place could each run rows of their own."""
         if rows < 2:
             return True
-        two = replace(places[place], mesh=Mesh((("dp_replicate", 2),)))
-        return planned.rows_apart(two, graph)
+        over_two_ranks = replace(places[place], mesh=Mesh((("dp_replicate", 2),)))
+        return planned.rows_apart(over_two_ranks, graph)
 
-    regions = read_regions(find_regions(graph, recipe.placed, places), places, modules, apart)
+    regions = read_regions(find_regions(graph, recipe.placed, places), places, branch_name, rows_are_independent)
     findings = Findings()
     if all(len(r.branches) < 2 for r in regions):
         findings.add(
@@ -115,17 +121,18 @@ def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> 
     return regions
 
 
-def _within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
+def _is_placed_within(places: Submeshes, homes: tuple[int, ...], place: int) -> bool:
+    """Whether one of the places ``homes`` is ``place``, or within it."""
     return any(place in places.chain(p) for p in homes)
 
 
-def _above(name: str, names: list[str]) -> bool:
-    """Whether ``names`` has a module that contains the module ``name``."""
+def _is_submodule(name: str, names: list[str]) -> bool:
+    """Whether ``name`` is a submodule of one of the modules ``names``."""
     return any(name.startswith(n + ".") for n in names)
 
 
-def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
-    """The measured seconds by (branch, ranks): each glob is replaced by the branches that match.
+def _seconds_by_branch(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float]:
+    """(branch, ranks) → measured seconds. Each glob of ``tables`` is replaced by the branches that it matches.
 
     Raises:
         ValueError: a glob matches no branch, or ``ranks`` is below 1.
@@ -133,23 +140,27 @@ def _named(tables: Tables, regions: list[Region]) -> dict[tuple[str, int], float
     names = list(dict.fromkeys(b.name for r in regions for b in r.branches))
     by_branch: dict[tuple[str, int], float] = {}
     for (glob, ranks), seconds in tables.items():
-        matched = [n for n in names if fnmatchcase(n, glob)]
-        if not matched or ranks < 1:
+        matching = [n for n in names if fnmatchcase(n, glob)]
+        if not matching or ranks < 1:
             raise ValueError(
                 f"tables: ({glob!r}, {ranks}) is no branch on some ranks; the branches are {', '.join(names)}"
             )
-        by_branch |= {(n, ranks): seconds for n in matched}
+        by_branch |= {(n, ranks): seconds for n in matching}
     return by_branch
 
 
 def _without_branches(plan: Plan, tp: int) -> Plan:
-    """The plan on the mesh ``tp=N``, without branches. What it says about cuts stays."""
-    settings = {
+    """The plan on the mesh ``tp=N``, without branches, microbatches and pipeline. Its settings for shards stay."""
+    module_settings = {
         glob: {k: v for k, v in module_plan.settings().items() if k not in ("on", "mesh")}
         for glob, module_plan in plan.modules.items()
     }
-    ours = ("mesh", "modules", "branches", "microbatches", "schedule", "stages_per_rank")
-    rest = {k: v for k, v in plan.settings().items() if k not in ours}
+    left_out = ("mesh", "modules", "branches", "microbatches", "schedule", "stages_per_rank")
+    settings_left = {k: v for k, v in plan.settings().items() if k not in left_out}
     return Plan.from_dict(
-        {**rest, "mesh": {"tp": tp}, "modules": {glob: words for glob, words in settings.items() if words}}
+        {
+            **settings_left,
+            "mesh": {"tp": tp},
+            "modules": {glob: words for glob, words in module_settings.items() if words},
+        }
     )

@@ -1,4 +1,4 @@
-"""``Comparison``: the ways to run each region of branches, as a table, and a verdict of one line."""
+"""``Comparison``: the costs of the ways to run each region of branches: a table, and a verdict of one line."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from itertools import groupby
 from meshwright.amounts import duration_text, size_text
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.quantity import spell_quantity
-from meshwright.prediction.branches.ways import BEST, DATA, GIVEN, ONE, TENSOR, Way
+from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR, Way
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One region.
+    """The ways to run one region of branches. ``compared[name]`` is the way of this name.
 
     Attributes:
-        name: its branches, ``a | b``.
-        ranks: G, of the place around it.
-        rows: of a microbatch on a data rank.
-        ways: one device first.
-        tables: for each branch, seconds on 1 … G ranks.
-        parameter_bytes: that a rank gathers and reduces: of its branches; of the whole, as by FSDP of all of them.
+        name: names of its branches, ``a | b``.
+        ranks: G, the ranks of the place around the region.
+        rows: rows of a microbatch on a data rank; None: the batch has no rows.
+        ways: the ways to run it; the first is on one device.
+        tables: for each branch, its seconds on 1 … G ranks.
+        parameter_bytes: bytes of parameters that a rank gathers and reduces over data ranks: (if it has only its branches, if
+            it has all of them, as with FSDP).
     """
 
     name: str
@@ -38,61 +39,70 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Does it pay to run branches beside each other? ``print`` it; or look at ``regions``, ``fastest`` and ``verdict``."""
+    """Whether it pays to run branches at the same time. ``print`` shows the ways of each region, and the verdict."""
 
     profile: Profile
     regions: tuple[Compared, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each way, over all regions: of those that every region has; with what a job adds to a step."""
-        added = self.profile.job_step
-        return {n: sum(r[n].seconds for r in self.regions) + added * (n != ONE) for n in (ONE, DATA, TENSOR, GIVEN, BEST)
-                if all(any(w.name == n for w in r.ways) for r in self.regions)}  # fmt: skip
+        """Name of a way → its seconds over all regions, with the seconds that a job adds to a step.
+
+        Ways that some region does not have are left out.
+        """
+        totals = {}
+        for name in (ONE, DATA, TENSOR, PLANNED, BEST):
+            if all(any(way.name == name for way in region.ways) for region in self.regions):
+                in_job = 0.0 if name == ONE else self.profile.job_step
+                totals[name] = sum(region[name].seconds for region in self.regions) + in_job
+        return totals
 
     @property
     def fastest(self) -> str:
-        """The name of the fastest way; of equals, the first, which is the plainest."""
+        """The name of the fastest way. If several are equally fast, the simplest of them."""
         return min(self.seconds, key=self.seconds.__getitem__)
 
     @property
     def pays(self) -> bool:
-        """Whether some way over ranks is faster than one device."""
+        """Whether a way with several ranks is faster than one device."""
         return self.fastest != ONE
 
     @property
     def verdict(self) -> str:
-        """What is fastest, and why, in one line."""
+        """The fastest way and the reason, in one line."""
         seconds, fastest = self.seconds, self.fastest
-        one = seconds[ONE]
+        one_device = seconds[ONE]
         if not self.pays:
-            near = min((n for n in seconds if n != ONE), key=seconds.__getitem__)
-            calls = sum(r[near].traffic.calls for r in self.regions)
-            moving = sum(r[near].seconds for r in self.regions) - self._compute(near)
+            nearest = min((n for n in seconds if n != ONE), key=seconds.__getitem__)
+            calls = sum(r[nearest].traffic.calls for r in self.regions)
+            moving = sum(r[nearest].seconds for r in self.regions) - self._compute(nearest)
             return (
-                f"distributing does not pay: {duration_text(one)} of work on one device, against {_calls(calls)} of "
-                f"{duration_text(max(0.0, moving))} and {duration_text(self._compute(near))} of work in the nearest "
-                f"({near})"
+                f"distributing does not pay: {duration_text(one_device)} of work on one device, against {_calls(calls)} of "
+                f"{duration_text(max(0.0, moving))} and {duration_text(self._compute(nearest))} of work in the nearest "
+                f"({nearest})"
                 + (f", and {duration_text(self.profile.job_step)} that a job adds" if self.profile.job_step else "")
             )
         ways = [r[fastest] for r in self.regions]
-        second = min((n for n in seconds if n not in (ONE, fastest, GIVEN, BEST)), key=seconds.__getitem__)
-        splits = {"+".join(map(str, w.split)) for w in ways if w.split}
-        split = f" {splits.pop()}" if len(splits) == 1 else ""
-        text = f"{fastest}{split}: {one / seconds[fastest]:.2f} times as fast as one device on {ways[0].ranks} ranks"
-        other = second if fastest in (GIVEN, BEST) else GIVEN
+        next_best = min((n for n in seconds if n not in (ONE, fastest, PLANNED, BEST)), key=seconds.__getitem__)
+        split_texts = {"+".join(map(str, w.split)) for w in ways if w.split}
+        split_text = f" {split_texts.pop()}" if len(split_texts) == 1 else ""
+        speedup = one_device / seconds[fastest]
+        text = f"{fastest}{split_text}: {speedup:.2f} times as fast as one device on {ways[0].ranks} ranks"
+        other = next_best if fastest in (PLANNED, BEST) else PLANNED
         return (
             f"{text}, {seconds[other] / seconds[fastest]:.2f} times as fast as {other}: {self._why(fastest)} against "
             f"{self._why(other)}"
         )
 
     def _compute(self, name: str) -> float:
+        """Seconds of a way without collectives, over all regions."""
         return sum(r[name].compute for r in self.regions)
 
     def _why(self, name: str) -> str:
+        """The compute, the collectives and the imbalance of a way, as text."""
         ways = [r[name] for r in self.regions]
-        busy = sum(w.compute / w.imbalance for w in ways)  # if all ranks had as much to do, all the time
-        rho = self._compute(name) / busy if busy else 1.0
+        balanced = sum(w.compute / w.imbalance for w in ways)  # seconds of compute if all ranks had equally much of it
+        rho = self._compute(name) / balanced if balanced else 1.0
         return f"{duration_text(self._compute(name))} of work with {_calls(sum(w.traffic.calls for w in ways))}" + (
             f" and rho {rho:.2f}" if rho > 1.005 else ""
         )
@@ -100,22 +110,24 @@ class Comparison:
     def __str__(self) -> str:
         profile = self.profile
         peak = ", ".join(f"{spell_quantity(rate, 'flop/s')} in {dtype}" for dtype, rate in profile.peak.items())
-        host = f"the host takes {duration_text(profile.host)} a function"
+        host = f"the host takes {duration_text(profile.host)} for each function"
         if profile.job_call or profile.job_step:
-            host += f", to which a job adds {duration_text(profile.job_call)}, and {duration_text(profile.job_step)} to a step"
+            in_job = f"{duration_text(profile.job_call)} for each function and {duration_text(profile.job_step)} for each step"
+            host += f", and a job adds {in_job}"
         lines = [
             f"{profile.name}: at most {peak}; memory {spell_quantity(profile.bandwidth, 'B/s')}, links "
             f"{spell_quantity(profile.node.bandwidth, 'B/s')}; {host}",
-            "forward and backward of a microbatch on a data rank, without the optimizer; what is sent hides behind nothing",
+            "forward and backward of a microbatch on a data rank, without the optimizer; collectives overlap no compute",
         ]
-        for _, alike in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
-            several = list(alike)
-            lines += ["", *_table(several[0], len(several))]
+        for _, group in groupby(self.regions, key=lambda r: (r.ranks, r.rows, r.ways, r.parameter_bytes)):
+            equal_regions = list(group)
+            lines += ["", *_table(equal_regions[0], len(equal_regions))]
         return "\n".join([*lines, "", self.verdict])
 
 
-def _table(region: Compared, times: int) -> Iterator[str]:
-    more = f", and {times - 1} like it" if times > 1 else ""
+def _table(region: Compared, count: int) -> Iterator[str]:
+    """The lines of the table of a region. ``count``: number of regions that are equal to it, itself included."""
+    more = f", and {count - 1} like it" if count > 1 else ""
     rows = f"{region.rows} row{'s' * (region.rows != 1)}" if region.rows is not None else "no rows"
     yield f"{region.name}{more}: {rows}, {region.ranks} ranks"
     heads = ("way", "seconds", "compute", "calls", "bytes", "rho")

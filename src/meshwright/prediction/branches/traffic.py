@@ -1,7 +1,7 @@
-"""What crosses between ranks: calls and bytes of collectives, of one rank.
+"""``Traffic``: calls and bytes of the collectives of one rank.
 
-Two counts of bytes: ``bytes`` is what the rank puts in, as a job's ledger counts it (spmd/comm.py); a ``Move`` has those of the
-whole tensor, of which ``hardware.collectives`` knows what they take, as it does for every other prediction.
+It has two counts of bytes. ``Traffic.bytes`` are bytes of the rank's inputs, as a job's ledger counts them (spmd/comm.py).
+``Move.nbytes`` are bytes of the full tensor, from which ``hardware.collectives`` computes seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.graph import ModelGraph
+from meshwright.graph import ModelGraph, Value
 from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
 from meshwright.hardware.profile import Profile
 from meshwright.regions import Fork, Join, parts, returns
@@ -18,7 +18,11 @@ from meshwright.submesh import Submeshes
 
 
 class Move(NamedTuple):
-    """One collective: its kind; its bytes, as ``collective`` counts them; its ranks, and how far each is from the next."""
+    """One collective.
+
+    ``kind`` and ``nbytes``: as for ``hardware.collective``; ``ranks``: number of ranks; ``apart``: distance from one rank
+    to the next.
+    """
 
     kind: CollectiveKind
     nbytes: float
@@ -28,7 +32,13 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one rank; see above."""
+    """The collectives of one rank.
+
+    Attributes:
+        calls: number of collectives.
+        bytes: bytes of the rank's inputs.
+        moves: each collective.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -38,7 +48,7 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.moves + other.moves)
 
     def seconds(self, profile: Profile) -> float:
-        """The seconds of all these collectives, one after another."""
+        """Seconds of all these collectives, one after another."""
         return sum(
             collective(profile, kind, nbytes, neighbours(profile, ranks, apart)).seconds
             for kind, nbytes, ranks, apart in self.moves
@@ -59,72 +69,89 @@ def all_gather(size: int, ranks: int) -> Traffic:
 
 
 def _all_to_all(sent: int, received: int, ranks: int) -> Traffic:
-    """In which this rank sends and receives so many bytes; it takes what one takes in which all have the busier of both."""
-    busier = max(sent, received) * ranks / (ranks - 1) if ranks > 1 else 0.0
-    return Traffic(1, sent, (Move("all_to_all", busier, ranks),))
+    """The traffic of an uneven all-to-all in which this rank sends and receives so many bytes.
+
+    It takes as long as an even all-to-all in which each rank sends the larger of both numbers.
+    """
+    nbytes = max(sent, received) * ranks / (ranks - 1) if ranks > 1 else 0.0
+    return Traffic(1, sent, (Move("all_to_all", nbytes, ranks),))
 
 
 def fork_traffic(
     graph: ModelGraph, forks: Iterable[Fork], around: int, places: Submeshes, rows: int | None
 ) -> list[Traffic]:
-    """The backward of forks of a place, for each of its tp ranks (runtime/branches/exchange.py): an all-reduce of the
-    gradients of each, one for each type; of what other branches made, one all-to-all to their ranks.
+    """The traffic of the backward of forks, for each tp rank of the place around them (runtime/branches/exchange.py).
+
+    Each fork sums the gradients of its values: one all-reduce for each dtype. Gradients of values that other branches made are
+    returned to the ranks of these branches: one all-to-all.
 
     Args:
-        rows: of the batch; a value with as many, of a branch whose data ranks have their own, is sent in shares.
+        around: the place around the branches.
+        rows: rows of the batch. If a branch's data ranks have rows of their own, a value with this many rows is sent in shares.
     """
-    line = range(places[around].tp)
-    totals = [NOTHING for _ in line]
+    tp_ranks = range(places[around].tp)
+    totals = [NOTHING for _ in tp_ranks]
     for fork in forks:
-        tied = {n: graph.values[n] for n in fork.values if n in graph.live}
-        summed = [v for n, v in tied.items() if n not in fork.homes]
-        moved = NOTHING
-        for dtype in dict.fromkeys(v.dtype for v in summed):
-            moved += all_reduce(sum(v.bytes for v in summed if v.dtype == dtype), len(line))
-        sent, received = [0] * len(line), [0] * len(line)
-        back = [(v, fork.homes[n], taker) for n, v in tied.items() if n in fork.homes for taker in fork.takers[n]]
-        for value, home, taker in back:
-            shares = [places[branch].shares(value.shape, rows) for branch in (home, taker)]
-            for r in returns(_members(home, places), _members(taker, places), *shares):
-                if r.sender != r.receiver:
-                    size = value.bytes if r.stop is None else value.bytes // value.shape[0] * (r.stop - r.start)
-                    sent[r.sender] += size
-                    received[r.receiver] += size
-        swap = [
-            _all_to_all(out, into, len(line)) if back else NOTHING for out, into in zip(sent, received, strict=True)
+        differentiable = {n: graph.values[n] for n in fork.values if n in graph.live}
+        to_reduce = [v for n, v in differentiable.items() if n not in fork.homes]
+        reduced = NOTHING
+        for dtype in dict.fromkeys(v.dtype for v in to_reduce):
+            reduced += all_reduce(sum(v.bytes for v in to_reduce if v.dtype == dtype), len(tp_ranks))
+        sent, received = [0] * len(tp_ranks), [0] * len(tp_ranks)
+        to_return = [
+            (v, fork.homes[n], taker) for n, v in differentiable.items() if n in fork.homes for taker in fork.takers[n]
         ]
-        totals = [before + moved + t for before, t in zip(totals, swap, strict=True)]
+        for value, home, taker in to_return:
+            shares = [places[branch].shares(value.shape, rows) for branch in (home, taker)]
+            for transfer in returns(_members(home, places), _members(taker, places), *shares):
+                if transfer.sender != transfer.receiver:
+                    size = _bytes_of_rows(value, transfer.start, transfer.stop)
+                    sent[transfer.sender] += size
+                    received[transfer.receiver] += size
+        returned = [
+            _all_to_all(sent_bytes, received_bytes, len(tp_ranks)) if to_return else NOTHING
+            for sent_bytes, received_bytes in zip(sent, received, strict=True)
+        ]
+        totals = [total + reduced + exchanged for total, exchanged in zip(totals, returned, strict=True)]
     return totals
 
 
 def join_traffic(graph: ModelGraph, join: Join, places: Submeshes, rows: int | None) -> list[Traffic]:
-    """The forward of a join, one all-to-all, for each tp rank of the place around: what it sends; the busier of both ways."""
-    line = range(places[join.around].tp)
-    sent, received = [0] * len(line), [0] * len(line)
+    """The traffic of the forward of a join, for each tp rank of the place around it: one all-to-all."""
+    tp_ranks = range(places[join.around].tp)
+    sent, received = [0] * len(tp_ranks), [0] * len(tp_ranks)
     for number, branch in join.values:
         takers, value = _takers(number, branch, join, places), graph.values[number]
         for start, stop, owners in parts(_members(branch, places), places[branch].shares(value.shape, rows)):
-            size = value.bytes if stop is None else value.bytes // value.shape[0] * (stop - start)
+            size = _bytes_of_rows(value, start, stop)
             for rank in takers - set(owners):
                 sent[owners[rank % len(owners)]] += size
                 received[rank] += size
     if not join.values:
-        return [NOTHING for _ in line]
-    return [_all_to_all(out, into, len(line)) for out, into in zip(sent, received, strict=True)]
+        return [NOTHING for _ in tp_ranks]
+    return [
+        _all_to_all(sent_bytes, received_bytes, len(tp_ranks))
+        for sent_bytes, received_bytes in zip(sent, received, strict=True)
+    ]
+
+
+def _bytes_of_rows(value: Value, start: int, stop: int | None) -> int:
+    """Bytes of the rows ``start`` to ``stop`` of a value; of all of it, if ``stop`` is None."""
+    return value.bytes if stop is None else value.bytes // value.shape[0] * (stop - start)
 
 
 def _takers(number: int, branch: int, join: Join, places: Submeshes) -> set[int]:
-    """The ranks that get a value: all, or where other branches alone take it, theirs; and the branch's own."""
+    """The ranks that get a value of a branch: all; or, if only other branches use it, the ranks of these and of the branch."""
     branches = join.takers.get(number)
     if branches is None:
         return set(range(places[join.around].tp))
-    return {r for b in (branch, *branches) for r in range(places[b].start, places[b].stop)}
+    return {rank for place in (branch, *branches) for rank in range(places[place].start, places[place].stop)}
 
 
 def _members(branch: int, places: Submeshes) -> list[int]:
-    """For each tp rank of the place around, its share of the rows in a branch; -1: the rank is not one of the branch's."""
+    """For each tp rank of the place around, the number of its share of a branch's rows; -1 if it does not run the branch."""
     submesh = places[branch]
     shares = [-1] * places[submesh.parent].tp
-    for r in range(submesh.start, submesh.stop):
-        shares[r] = submesh.share(r - submesh.start)
+    for rank in range(submesh.start, submesh.stop):
+        shares[rank] = submesh.share(rank - submesh.start)
     return shares

@@ -1,10 +1,11 @@
-"""What a region of branches costs on G ranks: on one of them, by data, by tensor, or branches beside each other.
+"""``RegionCost``: seconds of a region of branches on G ranks, by each way to run it.
 
-Everything is of one forward and backward of a microbatch on the rows of a data rank, without the optimizer. Branch i takes
-cᵢ(g) seconds on g ranks: the fastest of dp × tp with at most g, predicted (work.py) or measured; what a job adds on the host
-is beside it (``Profile.job_call``). Branches side by side take
+The ways are: one device, data parallel, tensor parallel, and branches at the same time on different ranks. All seconds are of
+one forward and backward of a microbatch on the rows of a data rank, without the optimizer. Branch i takes cᵢ(g) seconds on g
+ranks: the least of all meshes dp × tp with at most g ranks, predicted (work.py) or measured. In a job, the host takes longer
+(``Profile.job_call``). Branches at the same time take
 
-    max cᵢ(gᵢ) + fork (backward: one all-reduce of gradients of what they were given) + join (forward: one all-to-all)
+    max cᵢ(gᵢ) + fork (in the backward: one all-reduce of gradients of their inputs) + join (in the forward: one all-to-all)
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from meshwright.layout import Shard
 from meshwright.mesh import Mesh
 from meshwright.planning.split import best_split, imbalance, monotone
 from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
-from meshwright.prediction.branches.work import Meter, Spent
+from meshwright.prediction.branches.work import EventCosts, Spent
 from meshwright.regions import Fork, Join, Regions
 from meshwright.submesh import Submesh, Submeshes
 
-ONE, DATA, TENSOR, GIVEN, BEST = (
+ONE, DATA, TENSOR, PLANNED, BEST = (
     "one device",
     "data parallel",
     "tensor parallel",
@@ -31,7 +32,7 @@ ONE, DATA, TENSOR, GIVEN, BEST = (
 )
 
 Cuts = Callable[[int], Mapping[str, Shard]]
-"""Tensor-parallel ranks → the parameters that are cut over them."""
+"""Number of tensor-parallel ranks → name → shards of each parameter that is sharded over so many ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Branch:
     """One branch of a region.
 
     Attributes:
-        name: the modules that it runs here.
-        place: its number (place.py).
-        positions: of its events.
-        apart: whether data ranks can each run their own rows of it.
+        name: the modules that it runs in this region.
+        place: number of its place (submesh.py).
+        positions: positions of its events in the recorded forward.
+        apart: whether data ranks can each run rows of their own.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Region:
-    """Branches between their forks and their join, on the ``ranks`` of the place around."""
+    """Branches between their forks and their join. ``ranks``: number of ranks of the place around them."""
 
     branches: tuple[Branch, ...]
     forks: tuple[Fork, ...]
@@ -62,35 +63,41 @@ class Region:
 
     @property
     def name(self) -> str:
+        """Names of its branches, ``a | b``."""
         return " | ".join(b.name for b in self.branches)
 
     @property
     def positions(self) -> list[int]:
+        """Positions of the events of all branches, in order."""
         return sorted(p for b in self.branches for p in b.positions)
 
 
 def read_regions(
-    regions: Regions, places: Submeshes, modules: Callable[[Sequence[int], int], str], apart: Callable[[int], bool]
+    regions: Regions,
+    places: Submeshes,
+    name_of: Callable[[Sequence[int], int], str],
+    rows_are_independent: Callable[[int], bool],
 ) -> list[Region]:
-    """The regions, in the order in which they run. Also those of one branch, which has its fork and join all the same.
+    """The regions of a recorded forward, in the order in which they run, including those of one branch.
 
     Args:
-        modules: positions of a branch's events, and its place → its name.
-        apart: a place → whether data ranks can each run their own rows of it.
+        name_of: (positions of a branch's events, its place) → its name.
+        rows_are_independent: a place → whether data ranks can each run rows of their own.
     """
     listed = []
-    for join in (m for m in regions.forks_and_joins if isinstance(m, Join)):
-        inside: dict[int, list[int]] = {b: [] for b in join.branches}
-        for p in range(join.first, join.position):
-            at = regions.places[p]
-            if at != join.around and join.around in places.chain(at):
-                inside[places.child(at, join.around)].append(p)
+    for join in (move for move in regions.forks_and_joins if isinstance(move, Join)):
+        positions_of: dict[int, list[int]] = {branch: [] for branch in join.branches}
+        for position in range(join.first, join.position):
+            place = regions.places[position]
+            if place != join.around and join.around in places.chain(place):
+                positions_of[places.child(place, join.around)].append(position)
         forks = tuple(
-            m for m in regions.forks_and_joins
-            if isinstance(m, Fork) and m.around == join.around and join.first <= m.position < join.position
+            move for move in regions.forks_and_joins
+            if isinstance(move, Fork) and move.around == join.around and join.first <= move.position < join.position
         )  # fmt: skip
         branches = tuple(
-            Branch(modules(positions, b), b, tuple(positions), apart(b)) for b, positions in inside.items()
+            Branch(name_of(positions, branch), branch, tuple(positions), rows_are_independent(branch))
+            for branch, positions in positions_of.items()
         )
         listed.append(Region(branches, forks, join, places[join.around].tp))
     return listed
@@ -98,16 +105,18 @@ def read_regions(
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a region, and what it costs the rank that takes longest.
+    """One way to run a region, and its cost on the slowest rank.
 
     Attributes:
-        seconds: of a forward and backward, collectives included.
-        compute: of them, what is no collective (measured tables: with those within branches).
-        traffic: calls and bytes put in by a rank.
-        imbalance: how many times longer computing takes than if all its ranks were busy all the time.
-        split: ranks of each branch; empty where branches are not beside each other.
-        crossing: of them, forks and joins, for each tp rank.
-        note: what limits it.
+        name: one of ONE, DATA, TENSOR, PLANNED and BEST.
+        ranks: number of ranks.
+        seconds: seconds of a forward and backward, with collectives.
+        compute: of these, seconds without collectives. Seconds from measured tables include the collectives within branches.
+        traffic: the collectives of a rank.
+        imbalance: seconds of compute / those if all ranks computed all the time.
+        split: number of ranks of each branch; empty if branches do not run at the same time.
+        note: what limits this way.
+        crossing: for each tp rank, its collectives in forks and joins.
     """
 
     name: str
@@ -122,8 +131,8 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A branch on some ranks: the fastest way found, and the mesh they form."""
+class BranchCost:
+    """The cost of a branch on some ranks. ``mesh``: the mesh that these ranks form."""
 
     seconds: float
     spent: Spent
@@ -131,53 +140,58 @@ class Cell:
 
 
 class RegionCost:
-    """The ways of one region.
+    """Computes the ways to run one region.
 
     Args:
-        rows: of the batch that was recorded.
-        cuts: over so many tensor-parallel ranks.
-        tables: (branch's name, ranks) → seconds, measured, in place of predicted ones.
+        region: the region.
+        places: the places of the plan.
+        event_costs: costs of the events of the recorded forward.
+        rows: rows of the recorded batch; None: it has none.
+        cuts: number of tensor-parallel ranks → shards of the parameters.
+        measured_seconds: (name of a branch, number of ranks) → measured seconds, in place of predicted ones.
     """
 
     def __init__(
         self,
         region: Region,
         places: Submeshes,
-        meter: Meter,
+        event_costs: EventCosts,
         rows: int | None,
         cuts: Cuts,
-        tables: Mapping[tuple[str, int], float],
+        measured_seconds: Mapping[tuple[str, int], float],
     ) -> None:
-        self.region, self.places, self.meter, self.rows = region, places, meter, rows
-        self.cuts, self.measured = cuts, tables
-        self.profile = meter.profile
+        self.region, self.places, self.event_costs, self.rows = region, places, event_costs, rows
+        self.cuts, self.measured_seconds = cuts, measured_seconds
+        self.profile = event_costs.profile
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of the place around the region."""
         return self.region.ranks
 
     @cached_property
-    def cells(self) -> list[list[Cell]]:
-        """For each branch, on 1, 2 … ranks."""
-        return [self._cells(b) for b in self.region.branches]
+    def branch_costs(self) -> list[list[BranchCost]]:
+        """For each branch, its cost on 1, 2 … G ranks."""
+        return [self._costs_on_all(b) for b in self.region.branches]
 
     @cached_property
     def tables(self) -> list[list[float]]:
-        """cᵢ(g) of each branch: with more ranks never slower, as some can do nothing."""
-        return [monotone([cell.seconds for cell in cells]) for cells in self.cells]
+        """For each branch, cᵢ(g) on g = 1, 2 … G ranks. More ranks never take longer, since some of them can be idle."""
+        return [monotone([cost.seconds for cost in costs]) for costs in self.branch_costs]
 
     @cached_property
     def ways(self) -> list[Way]:
-        """All of them, one device first."""
-        ways = [self._one(), self._by_data(), self._by_tensor(), self._beside(GIVEN, self.places)]
+        """All ways to run the region. The first is on one device."""
+        ways = [self._one(), self._by_data(), self._by_tensor(), self._beside(PLANNED, self.places)]
         if len(self.region.branches) <= self.ranks:
             ways.append(self._best())
         return ways
 
     @property
     def parameter_bytes(self) -> tuple[int, int]:
-        """Bytes of parameters that a rank gathers and reduces where data ranks shard them: branches as planned, and all
-        branches on each rank, as FSDP of the whole has it.
+        """Bytes of parameters that a rank gathers and reduces if data ranks shard them: (with the planned branches, with all).
+
+        The second number is that of FSDP without branches.
         """
         gathered = [0] * self.ranks
         for b in self.region.branches:
@@ -189,29 +203,35 @@ class RegionCost:
         return max(gathered), self._gathered(self.region.positions, {})
 
     def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Shard]) -> int:
-        return self.meter.bytes(positions, cuts) + self.meter.reduced(positions, cuts)
+        """Bytes that a rank gathers and reduces of the parameters of events."""
+        return self.event_costs.bytes(positions, cuts) + self.event_costs.reduced(positions, cuts)
 
     # --- a branch ---------------------------------------------------------------------------------------------------
 
-    def _cells(self, branch: Branch) -> list[Cell]:
-        cells: list[Cell] = []
+    def _costs_on_all(self, branch: Branch) -> list[BranchCost]:
+        """The cost of a branch on 1, 2 … G ranks, each on its fastest mesh."""
+        costs: list[BranchCost] = []
         for ranks in range(1, self.ranks + 1):
-            meshes = [_mesh(ranks // t, t) for t in range(1, ranks + 1) if ranks % t == 0]
-            cell = min((self._cell(branch, mesh) for mesh in meshes), key=lambda c: c.seconds)
-            if (seconds := self.measured.get((branch.name, ranks))) is not None:
-                cell = Cell(seconds, Spent(seconds), cell.mesh)
-            cells.append(cell)
-        return cells
+            meshes = [_mesh(ranks // tp, tp) for tp in range(1, ranks + 1) if ranks % tp == 0]
+            cost = min((self._cost_on(branch, mesh) for mesh in meshes), key=lambda cost: cost.seconds)
+            if (seconds := self.measured_seconds.get((branch.name, ranks))) is not None:
+                cost = BranchCost(seconds, Spent(seconds), cost.mesh)
+            costs.append(cost)
+        return costs
 
-    def _cell(self, branch: Branch, mesh: Mesh) -> Cell:
-        """A branch on a mesh that no other branch uses."""
+    def _cost_on(self, branch: Branch, mesh: Mesh) -> BranchCost:
+        """The predicted cost of a branch on a mesh that no other branch uses."""
         data, tp = mesh.axis_size("dp_replicate") * mesh.axis_size("dp_shard"), mesh.axis_size("tp")
         positions, cuts = list(branch.positions), self.cuts(tp) if tp > 1 else {}
         rows = self._share(data) if branch.apart else 1.0
-        spent = self.meter.cut(positions, cuts, tp, rows) if tp > 1 else self.meter.whole(positions, rows)
+        spent = (
+            self.event_costs.over_tp(positions, cuts, tp, rows)
+            if tp > 1
+            else self.event_costs.on_one_device(positions, rows)
+        )
         if data > 1:
-            spent += Spent(traffic=all_reduce(self.meter.reduced(positions, cuts), data, tp))
-        return Cell(spent.seconds(self.profile), spent, mesh)
+            spent += Spent(traffic=all_reduce(self.event_costs.reduced(positions, cuts), data, tp))
+        return BranchCost(spent.seconds(self.profile), spent, mesh)
 
     def _share(self, pieces: int) -> float:
         """The fraction of the rows on the rank that has most of them, if they are split over ``pieces`` ranks."""
@@ -220,106 +240,117 @@ class RegionCost:
     # --- ways -------------------------------------------------------------------------------------------------------
 
     @property
-    def _alone(self) -> list[float]:
-        return [cells[0].seconds for cells in self.cells]
+    def _one_rank_seconds(self) -> list[float]:
+        """cᵢ(1) of each branch."""
+        return [costs[0].seconds for costs in self.branch_costs]
 
     def _one(self) -> Way:
-        return Way(ONE, 1, sum(self._alone), sum(self._alone))
+        return Way(ONE, 1, sum(self._one_rank_seconds), sum(self._one_rank_seconds))
 
     def _by_data(self) -> Way:
         ranks, region = self.ranks, self.region
         share, note = self._share(ranks), ""
         if not all(b.apart for b in region.branches):
-            share, note = 1.0, "what a row gives depends on others: each rank runs all"
+            share, note = 1.0, "rows depend on each other: each rank runs all rows"
         elif self.rows is None or self.rows < ranks:
             note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
-        spent = self._by_tables(self.meter.whole(region.positions, share)) + self._added(region.positions)
-        spent += Spent(traffic=all_reduce(self.meter.reduced(region.positions, {}), ranks))
+        spent = self._by_tables(self.event_costs.on_one_device(region.positions, share)) + self._added_by_job(
+            region.positions
+        )
+        spent += Spent(traffic=all_reduce(self.event_costs.reduced(region.positions, {}), ranks))
         return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
     def _by_tensor(self) -> Way:
         cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
-        spent = self._by_tables(self.meter.cut(self.region.positions, cuts, self.ranks))
-        names = self.meter.names(self.region.positions)
-        note = "" if any(n in cuts for n in names) else "no parameter of it can be cut"
-        return self._way(TENSOR, spent + self._added(self.region.positions), note=note)
+        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, cuts, self.ranks))
+        names = self.event_costs.names(self.region.positions)
+        note = "" if any(n in cuts for n in names) else "no parameter of the region can be sharded"
+        return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
 
     def _by_tables(self, spent: Spent) -> Spent:
         """``spent`` times measured ÷ predicted seconds of all branches on one device. Without tables the factor is 1."""
-        predicted = sum(self.meter.whole(b.positions).seconds(self.profile) for b in self.region.branches)
-        measured = sum(self._alone) / max(predicted, 1e-30)
+        predicted = sum(self.event_costs.on_one_device(b.positions).seconds(self.profile) for b in self.region.branches)
+        measured = sum(self._one_rank_seconds) / max(predicted, 1e-30)
         return replace(spent, device=measured * spent.device, host=measured * spent.host)
 
-    def _beside(self, name: str, places: Submeshes, cells: Sequence[Cell] | None = None) -> Way:
-        """Branches at their places; ``cells``: the cost of each branch there."""
-        plain = cells or [self._placed(b, places[b.place]) for b in self.region.branches]
-        chosen = [self._in_job(b, c) for b, c in zip(self.region.branches, plain, strict=True)]
-        on = [places[b.place] for b in self.region.branches]
-        graph, region = self.meter.graph, self.region
-        joined = join_traffic(graph, region.join, places, self.rows)
-        forked = fork_traffic(graph, region.forks, region.join.around, places, self.rows)
-        crossing = [fork + join for fork, join in zip(forked, joined, strict=True)]
-        ranks = []
-        for r, moved in enumerate(crossing):
-            cells_on_rank = [c for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop]
-            ranks.append(sum((c.spent for c in cells_on_rank), Spent(traffic=moved)))
-        slowest = max(ranks, key=lambda s: s.seconds(self.profile))
-        # All wait for the slowest branch, and then for the slowest part of the exchange.
-        inner = max(sum(c.seconds for c, p in zip(chosen, on, strict=True) if p.start <= r < p.stop)
-                    for r in range(self.ranks))  # fmt: skip
-        seconds = inner + max(Spent(traffic=t).seconds(self.profile) for t in crossing)
-        split = tuple(p.size for p in on)
-        traffic = max((s.traffic for s in ranks), key=lambda t: (t.bytes, t.calls))
+    def _beside(self, name: str, places: Submeshes, costs: Sequence[BranchCost] | None = None) -> Way:
+        """The way in which branches run at their places at the same time.
+
+        ``costs``: the cost of each branch at its place; default: that of the branch on its planned mesh.
+        """
+        region = self.region
+        alone = costs or [self._placed(branch, places[branch.place]) for branch in region.branches]
+        in_job = [self._in_job(branch, cost) for branch, cost in zip(region.branches, alone, strict=True)]
+        submeshes = [places[branch.place] for branch in region.branches]
+        crossing = self._crossing(places)
+        spent_by_rank, branch_seconds = [], []
+        for rank, traffic in enumerate(crossing):
+            costs_on_rank = [in_job[i] for i in _branches_on(rank, submeshes)]
+            spent_by_rank.append(sum((cost.spent for cost in costs_on_rank), Spent(traffic=traffic)))
+            branch_seconds.append(sum(cost.seconds for cost in costs_on_rank))
+        # All ranks wait for the slowest branch, and then for the slowest part of the exchange.
+        seconds = max(branch_seconds) + max(Spent(traffic=traffic).seconds(self.profile) for traffic in crossing)
+        slowest = max(spent_by_rank, key=lambda spent: spent.seconds(self.profile))
         return Way(
             name,
             self.ranks,
             seconds,
             slowest.compute(self.profile),
-            traffic,
-            self._rho(on),
-            split,
-            _meshes(on),
+            max((spent.traffic for spent in spent_by_rank), key=lambda traffic: (traffic.bytes, traffic.calls)),
+            self._imbalance(submeshes),
+            tuple(submesh.size for submesh in submeshes),
+            _meshes(submeshes),
             tuple(crossing),
         )
 
-    def _placed(self, branch: Branch, submesh: Submesh) -> Cell:
-        cell = self._cell(branch, submesh.mesh)
-        measured = self.measured.get((branch.name, submesh.size))
-        return cell if measured is None else Cell(measured, Spent(measured), submesh.mesh)
+    def _crossing(self, places: Submeshes) -> list[Traffic]:
+        """For each rank, its collectives in the forks and the join of the region."""
+        graph, region = self.event_costs.graph, self.region
+        joins = join_traffic(graph, region.join, places, self.rows)
+        forks = fork_traffic(graph, region.forks, region.join.around, places, self.rows)
+        return [fork + join for fork, join in zip(forks, joins, strict=True)]
 
-    def _added(self, positions: Sequence[int]) -> Spent:
+    def _placed(self, branch: Branch, submesh: Submesh) -> BranchCost:
+        """The cost of a branch on its place, measured if it is in the tables."""
+        cost = self._cost_on(branch, submesh.mesh)
+        seconds = self.measured_seconds.get((branch.name, submesh.size))
+        return cost if seconds is None else BranchCost(seconds, Spent(seconds), submesh.mesh)
+
+    def _added_by_job(self, positions: Sequence[int]) -> Spent:
         """The seconds of the host that a job adds to these events."""
         return Spent(host=self.profile.job_call * len(positions))
 
-    def _in_job(self, branch: Branch, cell: Cell) -> Cell:
-        spent = cell.spent + self._added(branch.positions)
-        return replace(cell, seconds=spent.seconds(self.profile), spent=spent)
+    def _in_job(self, branch: Branch, cost: BranchCost) -> BranchCost:
+        """The cost of a branch with the seconds that a job adds."""
+        spent = cost.spent + self._added_by_job(branch.positions)
+        return replace(cost, seconds=spent.seconds(self.profile), spent=spent)
 
-    def _rho(self, on: Sequence[Submesh]) -> float:
-        """max(cᵢ/gᵢ)·G/Σcᵢ. If a rank runs several branches, their cᵢ/gᵢ are added."""
-        if all(p.stop <= q.start or q.stop <= p.start for i, p in enumerate(on) for q in on[:i]):
-            idle = self.ranks / sum(p.size for p in on)
-            return imbalance(self._alone, [p.size for p in on]) * idle
-        loads = [sum(c / p.size for c, p in zip(self._alone, on, strict=True) if p.start <= r < p.stop)
-                 for r in range(self.ranks)]  # fmt: skip
-        return max(loads) * self.ranks / sum(self._alone)
+    def _imbalance(self, submeshes: Sequence[Submesh]) -> float:
+        """max(cᵢ/gᵢ)·G/Σcᵢ, with cᵢ = cᵢ(1). If a rank runs several branches, their cᵢ/gᵢ are added."""
+        seconds, sizes = self._one_rank_seconds, [submesh.size for submesh in submeshes]
+        branches_by_rank = [_branches_on(rank, submeshes) for rank in range(self.ranks)]
+        if all(len(branches) <= 1 for branches in branches_by_rank):
+            return imbalance(seconds, sizes) * (self.ranks / sum(sizes))
+        loads = [sum(seconds[i] / sizes[i] for i in branches) for branches in branches_by_rank]
+        return max(loads) * self.ranks / sum(seconds)
 
     def _best(self) -> Way:
+        """The way with the fastest split of ranks between branches."""
         in_job = [
-            [self._in_job(b, c).seconds for c in branch_cells]
-            for b, branch_cells in zip(self.region.branches, self.cells, strict=True)
+            [self._in_job(branch, cost).seconds for cost in costs_by_ranks]
+            for branch, costs_by_ranks in zip(self.region.branches, self.branch_costs, strict=True)
         ]
         split = best_split(in_job, self.ranks)
-        cells, all_, start = [], list(self.places.all), 0
-        for branch, branch_cells, ranks in zip(self.region.branches, self.cells, split, strict=True):
-            cell = branch_cells[ranks - 1]
-            splits = branch.apart and cell.mesh.axis_size("dp_replicate") > 1
-            all_[branch.place] = replace(
-                all_[branch.place], on="", start=start, stop=start + ranks, mesh=cell.mesh, splits=splits
+        costs, submeshes, start = [], list(self.places.all), 0
+        for branch, costs_by_ranks, ranks in zip(self.region.branches, self.branch_costs, split, strict=True):
+            cost = costs_by_ranks[ranks - 1]
+            splits = branch.apart and cost.mesh.axis_size("dp_replicate") > 1
+            submeshes[branch.place] = replace(
+                submeshes[branch.place], on="", start=start, stop=start + ranks, mesh=cost.mesh, splits=splits
             )
-            cells.append(cell)
+            costs.append(cost)
             start += ranks
-        way = self._beside(BEST, replace(self.places, all=tuple(all_)), cells)
+        way = self._beside(BEST, replace(self.places, all=tuple(submeshes)), costs)
         idle = self.ranks - sum(split)
         return replace(way, note=f"{way.note}; {idle} idle".removeprefix("; ")) if idle else way
 
@@ -328,11 +359,16 @@ class RegionCost:
         return Way(name, self.ranks, seconds, compute, spent.traffic, imbalance, (), note)
 
 
+def _branches_on(rank: int, submeshes: Sequence[Submesh]) -> list[int]:
+    """Numbers of the branches that run on a rank. ``submeshes``: those of the branches."""
+    return [i for i, submesh in enumerate(submeshes) if submesh.start <= rank < submesh.stop]
+
+
 def _mesh(data: int, tp: int) -> Mesh:
     return Mesh((("dp_replicate", data), ("tp", tp)))
 
 
-def _meshes(on: Sequence[Submesh]) -> str:
+def _meshes(submeshes: Sequence[Submesh]) -> str:
     """The meshes of the branches as text, like ``tp=2 | 1``; empty if every branch runs on one rank."""
-    named = [", ".join(f"{a}={n}" for a, n in p.mesh.axes if n > 1) for p in on]
-    return " | ".join(n or "1" for n in named) if any(named) else ""
+    texts = [", ".join(f"{axis}={size}" for axis, size in submesh.mesh.axes if size > 1) for submesh in submeshes]
+    return " | ".join(text or "1" for text in texts) if any(texts) else ""
