@@ -1,6 +1,7 @@
 """Plans that are found: they run, they fit, what is estimated of them is what is predicted, and the best is the best."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,11 @@ from torch import nn
 from meshwright import PlanError, find_plans, make_recipe, predict
 from meshwright import planned as planned_module
 from meshwright.hardware.reader import read_profile
+from meshwright.prediction.clock import before_last_step, last_step
 from meshwright.prediction.predict import adamw_on
-from meshwright.schedule import make_schedule, timeline
+from meshwright.prediction.rehearsal import TWO_STEPS, Step, rehearse
+from meshwright.prediction.trace import Collective, Op
+from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import Estimated, Estimator, pipelined
 from meshwright.search.find import repeated
@@ -286,3 +290,17 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
     assert [plan.mesh.axis_size("tp") for plan in planned] == [1, 2]
     assert rehearsals.recomputed() > 0
     assert len(planned) == 3
+
+
+def test_more_rows_of_one_rehearsal_are_those_of_another():
+    """A step with more rows follows two steps with few: it has the functions that it has in a rehearsal of its own."""
+    build = partial(Tower, depth=2)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 8), {}, loss, adamw_on(GPU), 1.0)
+    few = rehearsals._rehearsal(build, 2)
+    both = rehearse(few, 0, (*TWO_STEPS, Step(updated=False, batch=rehearsals.batch)))
+    many = rehearse(replace(few, batch=rehearsals.batch), 0)
+    assert before_last_step(both).events == rehearse(few, 0).events
+    for of_both, alone in zip(last_step(both), last_step(many), strict=False):
+        if isinstance(alone[0], Action):
+            functions = [[event for event in of[1] if isinstance(event, Op | Collective)] for of in (of_both, alone)]
+            assert functions[0] == functions[1] != []
