@@ -134,6 +134,14 @@ def test_wrong_arguments_are_told_at_once():
         find(devices=7, nodes=7, global_batch=2)
 
 
+def test_what_crosses_nodes_takes_longer():
+    on_one, on_four = (find(devices=4, nodes=nodes, top=1, global_batch=16).plans[0] for nodes in (1, 4))
+    assert on_four.seconds > 1.01 * on_one.seconds
+    for nodes in (None, 2):  # sixteen devices need two nodes
+        with pytest.raises(PlanError, match="no network"):
+            find(devices=16, nodes=nodes, hardware=replace(GPU, network=None))
+
+
 def test_divisors_are_those_that_divide():
     assert all(24 % n == 0 for n in divisors(24))
     assert len(divisors(24)) == 8
