@@ -300,10 +300,11 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
     assert len(planned) == 3
 
 
-def test_more_rows_of_one_rehearsal_are_those_of_another():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_more_rows_of_one_rehearsal_are_those_of_another(device):
     """A step with more rows follows two steps with few: it has the functions that it has in a rehearsal of its own."""
-    build = partial(Tower, depth=2)
-    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 8), {}, loss, adamw_on(GPU), 1.0)
+    build, batch = partial(Tower, depth=2), tokens(MANY_ROWS * DP_SHARD, 8)[0].to(device)
+    rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0)
     few = rehearsals._rehearsal(build, 2)
     both = rehearse(few, 0, (*TWO_STEPS, Step(updated=False, batch=rehearsals.batch)))
     many = rehearse(replace(few, batch=rehearsals.batch), 0)

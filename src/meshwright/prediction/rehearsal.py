@@ -182,6 +182,7 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
             tracker.begin(f"step {number}")
             if step.batch is not None:
                 rows = _Rows(replace(rehearsal, batch=step.batch), job.rank)
+                rows.without_values(fake)
                 tracker.keep({"batch": rows.between_steps})
             _losses(rehearsal, job, rows.pieces(step.most))
             _update(rehearsal, job, optimizer if step.updated else None, tracker)
