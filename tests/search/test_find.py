@@ -84,6 +84,17 @@ def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most
             assert proposal.estimate.terms["compute"] == pytest.approx(computed, rel=0.02)
 
 
+def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
+    slow, build = replace(GPU, host_collective=1e-3), partial(Tower, depth=4)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
+    estimator = Estimator(slow, {1: rehearsals.pieces(1)}, 0.0, 0.0, 4)
+    for replicate, shard, reshard in ((1, 2, True), (1, 2, False), (2, 1, True), (2, 2, True)):
+        candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
+        rows = tokens(4 * replicate * shard, 32)
+        predicted = predict(build, rows, candidate.plan({}), hardware=slow, loss=loss).seconds.waterfall["host"]
+        assert estimator.estimate(candidate).terms["host"] == pytest.approx(predicted, rel=0.1, abs=2e-4) != 0, candidate
+
+
 def test_all_candidates_use_all_devices_and_all_rows():
     for of in candidates(8, 4, 64, [1, 2, 4, 8], 16, recompute=True):
         assert of.pp * of.data * of.tp == 8
