@@ -92,7 +92,9 @@ def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
         candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
         rows = tokens(4 * replicate * shard, 32)
         predicted = predict(build, rows, candidate.plan({}), hardware=slow, loss=loss).seconds.waterfall["host"]
-        assert estimator.estimate(candidate).terms["host"] == pytest.approx(predicted, rel=0.1, abs=2e-4) != 0, candidate
+        assert estimator.estimate(candidate).terms["host"] == pytest.approx(predicted, rel=0.1, abs=2e-4) != 0, (
+            candidate
+        )
 
 
 def test_all_candidates_use_all_devices_and_all_rows():
@@ -143,6 +145,11 @@ def test_wrong_arguments_are_told_at_once():
         find(devices=8, nodes=3)
     with pytest.raises(PlanError, match="rows that divide"):
         find(devices=7, nodes=7, global_batch=2)
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(PlanError, match="without parameters"):
+        find_plans(nn.Identity, (torch.zeros(8, 4),), devices=2, hardware=GPU, loss=torch.mean)
 
 
 def test_what_crosses_nodes_takes_longer():

@@ -132,6 +132,9 @@ class Rehearsals:
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, 1)
+        if not full.recipe.parameters:
+            given, required = "a model without parameters", "a model to train: plans differ in where its parameters are"
+            raise PlanError.of("this search", where="model", given=given, required=required, fix="nn.Linear(8, 8)")
         folding = self._folding(build, full)
         few = Few.of_folding(build, folding, seed)
         recipe = _most(folding).recipe(full.recipe)
