@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from commands import meshwright
 from meshwright import Plan, PlanError
+from meshwright.amounts import duration_text
 from meshwright.hardware import profiles, read_profile
 from meshwright.hardware.here import GPUS, profile_of_gpu
 from meshwright.search.space import candidates
@@ -164,6 +166,23 @@ def test_what_knows_no_number_of_processes_asks_for_a_mesh(asked: Any) -> None:
     with pytest.raises(PlanError, match="the number of processes") as raised:
         asked()
     assert "find_plans" in raised.value.findings[0].fix
+
+
+def target() -> tuple[Any, dict[str, torch.Tensor]]:
+    return Tower, batch()
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_show_searches_for_the_nodes_that_it_draws(nodes: int, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", home)
+    options = ("--mesh", "auto", "--ranks", 4, "--nodes", nodes, "--loss", f"{__file__}:loss_of")
+    text = meshwright("show", f"{__file__}:target", *options).output
+    found = mw.find_plans(
+        Tower, batch(), devices=4, nodes=nodes, hardware=CPU, loss=loss_of, options={"precision": "float32"}
+    )
+    alone = mw.find_plans(Tower, batch(), devices=4, hardware=CPU, loss=loss_of, options={"precision": "float32"})
+    seconds, on_one_node = (duration_text(one.plans[0].seconds) for one in (found, alone))
+    assert f"a step is estimated at {seconds}" in " ".join(text.split()) and seconds != on_one_node
 
 
 @pytest.mark.parametrize("options", [{"recompute": "blocks"}, {"recompute": "none"}, {"schedule": "interleaved"},

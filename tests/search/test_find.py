@@ -1,6 +1,7 @@
 """Plans that are found: they run, they fit, what is estimated of them is what is predicted, and the best is the best."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,11 @@ from torch import nn
 from meshwright import PlanError, find_plans, make_recipe, predict
 from meshwright import planned as planned_module
 from meshwright.hardware.reader import read_profile
+from meshwright.prediction.clock import before_last_step, last_step
 from meshwright.prediction.predict import adamw_on
-from meshwright.schedule import make_schedule, timeline
+from meshwright.prediction.rehearsal import TWO_STEPS, Step, rehearse
+from meshwright.prediction.trace import Collective, Op
+from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import Estimated, Estimator, pipelined
 from meshwright.search.find import repeated
@@ -80,6 +84,19 @@ def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most
             assert proposal.estimate.terms["compute"] == pytest.approx(computed, rel=0.02)
 
 
+def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
+    slow, build = replace(GPU, host_collective=1e-3), partial(Tower, depth=4)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
+    estimator = Estimator(slow, {1: rehearsals.pieces(1)}, 0.0, 0.0, 4)
+    for replicate, shard, reshard in ((1, 2, True), (1, 2, False), (2, 1, True), (2, 2, True)):
+        candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
+        rows = tokens(4 * replicate * shard, 32)
+        predicted = predict(build, rows, candidate.plan({}), hardware=slow, loss=loss).seconds.waterfall["host"]
+        assert estimator.estimate(candidate).terms["host"] == pytest.approx(predicted, rel=0.1, abs=2e-4) != 0, (
+            candidate
+        )
+
+
 def test_all_candidates_use_all_devices_and_all_rows():
     for of in candidates(8, 4, 64, [1, 2, 4, 8], 16, recompute=True):
         assert of.pp * of.data * of.tp == 8
@@ -128,6 +145,19 @@ def test_wrong_arguments_are_told_at_once():
         find(devices=8, nodes=3)
     with pytest.raises(PlanError, match="rows that divide"):
         find(devices=7, nodes=7, global_batch=2)
+
+
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(PlanError, match="without parameters"):
+        find_plans(nn.Identity, (torch.zeros(8, 4),), devices=2, hardware=GPU, loss=torch.mean)
+
+
+def test_what_crosses_nodes_takes_longer():
+    on_one, on_four = (find(devices=4, nodes=nodes, top=1, global_batch=16).plans[0] for nodes in (1, 4))
+    assert on_four.seconds > 1.01 * on_one.seconds
+    for nodes in (None, 2):  # sixteen devices need two nodes
+        with pytest.raises(PlanError, match="no network"):
+            find(devices=16, nodes=nodes, hardware=replace(GPU, network=None))
 
 
 def test_divisors_are_those_that_divide():
@@ -286,3 +316,18 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
     assert [plan.mesh.axis_size("tp") for plan in planned] == [1, 2]
     assert rehearsals.recomputed() > 0
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_more_rows_of_one_rehearsal_are_those_of_another(device):
+    """A step with more rows follows two steps with few: it has the functions that it has in a rehearsal of its own."""
+    build, batch = partial(Tower, depth=2), tokens(MANY_ROWS * DP_SHARD, 8)[0].to(device)
+    rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0)
+    few = rehearsals._rehearsal(build, 2)
+    both = rehearse(few, 0, (*TWO_STEPS, Step(updated=False, batch=rehearsals.batch)))
+    many = rehearse(replace(few, batch=rehearsals.batch), 0)
+    assert before_last_step(both).events == rehearse(few, 0).events
+    for of_both, alone in zip(last_step(both), last_step(many), strict=False):
+        if isinstance(alone[0], Action):
+            functions = [[event for event in of[1] if isinstance(event, Op | Collective)] for of in (of_both, alone)]
+            assert functions[0] == functions[1] != []

@@ -102,7 +102,7 @@ class Inputs:
             hardware = profile() if profile is not None else hardware
             assert hardware is not None
             step_rows = rows_to_search_for(target, target_settings, devices)
-            plan, searched = _searched(target, plan, loss, devices, step_rows, hardware)
+            plan, searched = _searched(target, plan, loss, devices, request.nodes, step_rows, hardware)
             check(plan)
         return Inputs(target, plan, loss, request.device, target_settings, generated_rows, length, searched)
 
@@ -176,12 +176,14 @@ def _loaded(
 
 
 def _searched(
-    target: Target, plan: Plan, loss: TargetLoss | None, devices: int, rows: int | None, hardware: Profile
-) -> tuple[Plan, Searched]:
+    target: Target, plan: Plan, loss: TargetLoss | None, devices: int, nodes: int | None, rows: int | None,
+    hardware: Profile,
+) -> tuple[Plan, Searched]:  # fmt: skip
     """Searches the plan that ``mesh: auto`` stands for. Raises PlanError if none fits.
 
     Args:
         devices: number of ranks of the mesh.
+        nodes: number of nodes of these ranks. None: as few as the profile allows.
         rows: number of rows in a step. None: as many as the target's batch has.
     """
     from meshwright.runtime.rows.microbatches import rows_of
@@ -190,7 +192,14 @@ def _searched(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run shows the warnings of the chosen plan
         chosen, notes = chosen_plan(
-            target.build, target.batch, plan, devices=devices, hardware=hardware, global_batch=rows, loss=loss
+            target.build,
+            target.batch,
+            plan,
+            devices=devices,
+            nodes=nodes,
+            hardware=hardware,
+            global_batch=rows,
+            loss=loss,
         )
     return chosen, Searched(rows or rows_of(target.batch), notes)
 

@@ -78,7 +78,11 @@ OtherPlansOption = Annotated[
 
 OnNodesOption = Annotated[
     int | None,
-    typer.Option("--nodes", help="Also draw the ranks on this many nodes, and the links of each axis", min=1),
+    typer.Option(
+        "--nodes",
+        help="Also draw the ranks on this many nodes, and the links of each axis; mesh: auto is searched for them",
+        min=1,
+    ),
 ]
 
 # Options of ``plan`` alone.

@@ -22,6 +22,7 @@ class Request:
         hardware: a profile of devices.
         network: the network of that profile that connects the nodes.
         global_batch: number of rows in a step, over all ranks.
+        nodes: number of nodes of these ranks.
     """
 
     target: str
@@ -35,3 +36,4 @@ class Request:
     hardware: str | None = None
     network: str | None = None
     global_batch: int | None = None
+    nodes: int | None = None

@@ -72,8 +72,9 @@ def show(
     file of pictures: mesh, parameters, timeline, memory, communication.
     """  # fmt: skip
     request = Request(
-        target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
-    )
+        target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch,
+        nodes=nodes,
+    )  # fmt: skip
     with processes.reported_errors():
         problems = Problems()
         problems.collect(lambda: _check_options(request, html, compare, nodes, as_json=as_json))
@@ -81,7 +82,7 @@ def show(
             _write(html, _predicted(request, rank, compare or (), problems), rank, parameter)
             return
         with rare_garbage_collection():
-            inputs, shards = _shard_map(request, rank, nodes, problems)
+            inputs, shards = _shard_map(request, rank, problems)
         _check_parameter(shards, parameter)
         per_node = shards.mesh.size // nodes if nodes else 0
         if html is not None:
@@ -93,12 +94,11 @@ def show(
             console().print(render(shards, rank=rank, parameter=parameter, pictures=pictures, per_node=per_node))
 
 
-def _shard_map(request: Request, rank: int | None, nodes: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:
+def _shard_map(request: Request, rank: int | None, problems: Problems) -> tuple[Inputs, ShardMap]:
     """Reads the inputs, plans the model, and computes which rank holds which part of each parameter.
 
     Args:
         rank: of ``--rank``; must be in the mesh.
-        nodes: of ``--nodes``; must divide the ranks of the mesh.
         problems: the problems that are known already.
 
     Raises:
@@ -108,7 +108,7 @@ def _shard_map(request: Request, rank: int | None, nodes: int | None, problems: 
     def check(plan: Plan) -> None:
         wrong = Problems()
         wrong.collect(lambda: check_rank(plan.mesh, rank))
-        wrong.collect(lambda: check_nodes(plan.mesh, nodes))
+        wrong.collect(lambda: check_nodes(plan.mesh, request.nodes))
         wrong.raise_if_any()
 
     inputs = problems.collect(lambda: Inputs.read(request, length=_LENGTH, check=check))

@@ -21,7 +21,7 @@ stream, which waits for the stream of reduce-scatters; the end of the backward w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
@@ -225,9 +225,19 @@ def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
     phases: list[tuple[Action | str, list[Event]]] = []
     for event in trace.events:
         if isinstance(event, Began):
-            if isinstance(event.label, str) and event.label.startswith("step"):
+            if _is_step(event.label):
                 phases = []
             phases.append((event.label, []))
         elif phases:
             phases[-1][1].append(event)
     return phases
+
+
+def before_last_step(trace: Trace) -> Trace:
+    """The trace without its last step."""
+    begins = [i for i, event in enumerate(trace.events) if isinstance(event, Began) and _is_step(event.label)]
+    return replace(trace, events=trace.events[: begins[-1]])
+
+
+def _is_step(what: Action | str) -> bool:
+    return isinstance(what, str) and what.startswith("step")

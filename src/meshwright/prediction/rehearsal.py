@@ -10,7 +10,7 @@ So the memory, operations and collectives of a prediction can differ from a run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,14 +112,27 @@ def rehearsal_of(
     return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
 
 
-def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
-    """Rehearses two steps of a rank, and returns their trace.
+@dataclass(frozen=True)
+class Step:
+    """A step to rehearse.
 
-    In the second step, the memory of gradients and optimizer states is allocated already.
+    Attributes:
+        most: it runs at most this number of microbatches; None: all.
+        updated: whether gradients are clipped, and parameters updated.
+        batch: another batch than that of the rehearsal.
+    """
 
-    Args:
-        rank: any rank of the mesh.
-        updated: whether gradients are clipped and parameters updated.
+    most: int | None = None
+    updated: bool = True
+    batch: Any = None
+
+
+# The first allocates gradients and optimizer states. So the second is one of many.
+TWO_STEPS = (Step(most=1), Step())
+
+
+def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[Step] = TWO_STEPS) -> Trace:
+    """Rehearses steps of a rank, and returns their trace.
 
     Raises:
         PlanError: this process is a rank of a run.
@@ -128,7 +141,7 @@ def rehearse(rehearsal: Rehearsal, rank: int, *, updated: bool = True) -> Trace:
     with rehearsed_world(rank, recipe.mesh.size):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         job = _job(rehearsal, fake)
-        return _steps(rehearsal, job, fake, updated)
+        return _trace(rehearsal, job, fake, steps)
 
 
 def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
@@ -154,8 +167,8 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
     )
 
 
-def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) -> Trace:
-    """Runs two steps of this rank under a ``Tracker``, and returns the trace."""
+def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence[Step]) -> Trace:
+    """Runs steps of this rank under a ``Tracker``, and returns the trace."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
     # Rows that have values are recorded with them, since the model may branch on them.
     modes = (fake, values) if rows.without_values(fake) else ()
@@ -170,10 +183,14 @@ def _steps(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, updated: bool) 
             {"parameters": job.parameters(), "buffers": job.module.buffers(), "batch": rows.between_steps}
         )
         optimizer = rehearsal.optimizer(job.parameters())
-        for number, most in enumerate((1, None)):  # the first step allocates gradients and optimizer states
+        for number, step in enumerate(steps):
             tracker.begin(f"step {number}")
-            _losses(rehearsal, job, rows.pieces(most))
-            _update(rehearsal, job, optimizer if updated else None, tracker)
+            if step.batch is not None:
+                rows = _Rows(replace(rehearsal, batch=step.batch), job.rank)
+                rows.without_values(fake)
+                tracker.mark_persistent({"batch": rows.between_steps})
+            _losses(rehearsal, job, rows.pieces(step.most))
+            _update(rehearsal, job, optimizer if step.updated else None, tracker)
         with tracker.paused():
             edges = job.runner.executor.edges(rows.pieces().batches)
         ran_whole = tuple((f.function, f.module, f.line) for f in job.ledger.fallbacks)

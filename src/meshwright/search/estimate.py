@@ -10,6 +10,7 @@
 | its period P | max over ranks of (Σ T of this and later ranks + sends) / in flight | `_period` |
 | copies of an FSDP unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
 | host time of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._job_host` |
+| the same on an accelerator | added to the host of the forwards and backwards | `Estimator._pass_host`, `_job_host` |
 | exposed gathers | max(0, n · gather - F), and the first | `Estimator._exposed_data` |
 | exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
@@ -32,9 +33,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 
 from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
+from meshwright.runtime.weights.buckets import BYTES
 from meshwright.search.calls import Calls, at
 from meshwright.search.pieces import Pieces
 from meshwright.search.space import Candidate
@@ -186,7 +189,7 @@ class Estimator:
             parts.append((max(0, rank.blocks - candidate.kept), "F", "block"))
         spent = [(number, self._seconds(candidate.tp, way, part, candidate.rows)) for number, way, part in parts]
         device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
-        return device, exchange, host
+        return device, exchange, host + self._pass_host(candidate, kind, rank)
 
     def _weight_gradients(self, candidate: Candidate, rank: Rank) -> float:
         """Seconds per microbatch of the weight gradients of a rank.
@@ -238,16 +241,15 @@ class Estimator:
         device, tp = (sum(seconds[i] for seconds in passes) for i in (0, 1))
         if self._profile.cores:
             return {"compute": device, "tp": tp, "host": sum(seconds[2] for seconds in passes)}
-        exposed_host = sum(max(0.0, host - device_ - tp_) for device_, tp_, host in passes)
-        return {"compute": device, "tp": tp, "host": exposed_host}
+        return {"compute": device, "tp": tp, "host": sum(_waits(host, device, tp) for device, tp, host in passes)}
 
     def _without_pipeline(self, candidate: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
         """The terms of a step without a pipeline."""
         microbatch = self._microbatch(forward, backward)
         terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
-        gathers = candidate.microbatches * 2 if candidate.reshard else 1
+        gathers = candidate.microbatches * (2 if candidate.reshard else 1)
         terms["compute"] += self._copies(candidate, self._pieces[candidate.tp].total_elements, gathers)
-        terms["host"] += self._job_host(candidate, gathers)
+        terms["host"] += self._job_host(candidate, gathers, forward, backward)
         if candidate.data > 1:
             hiding = [sum(self._microbatch(seconds).values()) for seconds in (forward, backward)]
             terms["data"] = self._exposed_data(candidate, hiding[0], hiding[1], blocks)
@@ -264,12 +266,13 @@ class Estimator:
         gathers_again = 0.0  # in the backward
         if candidate.dp_shard > 1 and candidate.reshard:
             gathers_again = max(0.0, blocks * gather - hides * backward)
-        times = candidate.microbatches if candidate.reshard else 1
         scatters = blocks * (scatter + (gather if candidate.reshard else 0.0))
         # All-reduces over replicas overlap with reduce-scatters of other blocks; on a CPU nothing overlaps.
         taken = max(scatters + total, scatter + blocks * total) if hides else scatters + blocks * total
         late = max(scatter + total, taken - hides * backward) - gathers_again
-        return times * (gathers + gathers_again) + max(0.0, late) + self._reduce(candidate, first + last)
+        return (
+            candidate.microbatches * (gathers + gathers_again) + max(0.0, late) + self._reduce(candidate, first + last)
+        )
 
     def _contention(self, candidate: Candidate, terms: Mapping[str, float], blocks: int, gathers: int) -> float:
         """Seconds that compute takes longer because collectives of the data axes overlap with it."""
@@ -286,11 +289,13 @@ class Estimator:
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
         ranks = self._ranks(candidate)
-        microbatches: list[dict[str, float]] = []  # terms of one microbatch on each kind of rank
+        passes: list[tuple[Spent, Spent]] = []  # the forward and the backward of one microbatch on each kind of rank
+        microbatches: list[dict[str, float]] = []  # their terms
         times: list[float] = []  # seconds of one microbatch on each rank
         weights: list[float] = []  # of these, seconds of weight gradients that a split backward delays
         for rank in ranks:
-            microbatch = self._microbatch(*(self._pass_seconds(candidate, kind, rank) for kind in "FB"))
+            passes.append((self._pass_seconds(candidate, "F", rank), self._pass_seconds(candidate, "B", rank)))
+            microbatch = self._microbatch(*passes[-1])
             microbatches.append(microbatch)
             times += [sum(microbatch.values())] * rank.count
             weights += [self._weight_gradients(candidate, rank) if candidate.split else 0.0] * rank.count
@@ -301,7 +306,7 @@ class Estimator:
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._elements(candidate))
         terms["compute"] += self._copies(candidate, elements, 1)
-        terms["host"] += self._job_host(candidate, 1)
+        terms["host"] += self._job_host(candidate, 1, *passes[microbatches.index(slowest)])
         if candidate.data > 1:
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
             terms["data"] = gather + self._reduce(candidate, elements)
@@ -335,23 +340,56 @@ class Estimator:
             if nbytes
         )
 
-    def _job_host(self, candidate: Candidate, gathers: int) -> float:
-        """Seconds of the host in a step, besides its functions. 0.0 on an accelerator; on a CPU nothing hides them.
+    def _pass_host(self, candidate: Candidate, kind: str, rank: Rank) -> float:
+        """Seconds of the host in each forward (kind ``F``) or backward, besides its functions and collectives over tp.
 
-        job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and receives
+        On an accelerator: v job_action, each send and receive, and without a pipeline the gathers of units. (FSDP2 keeps its
+        root for the backward.) They delay the step where the device does not work meanwhile. 0.0 on a CPU: nothing hides them,
+        see `_job_host`.
         """
-        profile, passes = self._profile, candidate.microbatches * candidate.chunks
-        if not profile.cores:
+        profile, chunks = self._profile, candidate.chunks
+        if profile.cores:
             return 0.0
-        units = self._pieces[candidate.tp].blocks // candidate.pp + 1
-        moved = units * ((gathers + 1) * (candidate.dp_shard > 1) + (candidate.dp_replicate > 1))
-        sends = 4 * passes * profile.host_collective if candidate.pp > 1 else 0.0
-        return (
-            profile.job_step
-            + 2 * passes * profile.job_action
-            + moved * (profile.host_unit or profile.host_collective)
-            + sends
+        if candidate.pp > 1:
+            return chunks * profile.job_action + (2 * chunks - len(rank.ends)) * profile.host_collective
+        gathers = rank.blocks + 1 if kind == "F" else rank.blocks * candidate.reshard
+        return profile.job_action + gathers * self._unit_host * (candidate.dp_shard > 1)
+
+    @property
+    def _unit_host(self) -> float:
+        """Seconds of the host to gather, or to reduce, an FSDP unit. 0.0 without FSDP2."""
+        return (self._profile.host_unit or self._profile.host_collective) if self._gathers else 0.0
+
+    def _job_host(self, candidate: Candidate, gathers: int, forward: Spent, backward: Spent) -> float:
+        """Seconds that a step waits for the host, besides its functions and what `_pass_host` counts.
+
+        On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and
+        receives. On an accelerator: job_step, and what exceeds the time of the device in the first forward of a pipeline, which
+        alone gathers parameters, and in the last backward, which reduces gradients.
+
+        Args:
+            gathers: number of gathers of each unit in a step.
+            forward, backward: one microbatch.
+        """
+        profile, units_host = self._profile, (self._pieces[candidate.tp].blocks // candidate.pp + 1) * self._unit_host
+        shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
+        if profile.cores:
+            passes = candidate.microbatches * candidate.chunks
+            sends = 4 * passes * profile.host_collective if candidate.pp > 1 else 0.0
+            moved = (gathers + 1) * shards + replicas
+            return profile.job_step + 2 * passes * profile.job_action + moved * units_host + sends
+        gathered = units_host if shards and candidate.pp > 1 else 0.0
+        reduced = (
+            (1 + replicas) * units_host if shards else replicas * self._buckets(candidate) * profile.host_collective
         )
+        return profile.job_step + sum(
+            _waits(host + more, device, tp) - _waits(host, device, tp)
+            for (device, tp, host), more in ((forward, gathered), (backward, reduced))
+        )
+
+    def _buckets(self, candidate: Candidate) -> int:
+        """Number of buckets in which replicas sum their gradients, if these are not sharded."""
+        return ceil(max(self._elements(candidate)) * self._reduced / BYTES)
 
     def _gather(self, candidate: Candidate, elements: float) -> float:
         """Seconds of an all-gather of parameters over the shards."""
@@ -463,6 +501,11 @@ def _in_flight(candidate: Candidate, before: int) -> float:
         candidate.microbatches,
         ((candidate.chunks - 1) * candidate.pp + 2 * (candidate.pp - before - 1) + 1) / candidate.chunks,
     )
+
+
+def _waits(host: float, device: float, tp: float) -> float:
+    """Seconds that an accelerator, which takes ``device`` + ``tp`` seconds itself, waits for its host."""
+    return max(0.0, host - device - tp)
 
 
 def _pair(profile: Profile, apart: int) -> Group:

@@ -163,13 +163,13 @@ def find_plans(
     Raises:
         PlanError: an argument is wrong, or no plan fits.
     """
-    profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
+    profile = _on_nodes(hardware if isinstance(hardware, Profile) else read_profile(hardware), devices, nodes)
     options = dict(options or {"precision": "float32" if profile.cores else "bfloat16"})
     batch = plain(batch)
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    space = _Space.of_model(model, devices, _per_node(devices, nodes, profile), capacity, tell)
+    space = _Space.of_model(model, devices, min(devices, profile.devices_per_node), capacity, tell)
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
@@ -298,18 +298,31 @@ def _order(estimate: Estimated) -> tuple[float, float, str]:
     return estimate.seconds, estimate.nbytes, str(estimate.candidate)
 
 
-def _per_node(devices: int, nodes: int | None, profile: Profile) -> int:
-    """The number of devices of a node. Raises PlanError if the devices do not divide over the nodes."""
+def _on_nodes(profile: Profile, devices: int, nodes: int | None) -> Profile:
+    """The profile for these devices: with ``nodes``, each node has an equal number of them.
+
+    Raises:
+        PlanError: the devices do not divide over the nodes; or there are several nodes, and the profile has no network.
+    """
     findings = Findings("this search")
     if devices < 1:
         findings.add(where="devices", given=str(devices), required="at least 1", fix="devices=8")
     elif nodes is not None and (nodes < 1 or devices % nodes):
         findings.add(
             where="nodes", given=f"{devices} devices on {nodes} nodes", required="as many devices on each node",
-            fix=f"nodes={max(1, devices // profile.devices_per_node)}",
+            fix=f"nodes={max(n for n in divisors(devices) if n <= max(1, nodes))}",
         )  # fmt: skip
     findings.raise_if_any()
-    return devices // nodes if nodes is not None else min(devices, profile.devices_per_node)
+    if nodes is not None:
+        profile = replace(profile, devices_per_node=devices // nodes)
+    if devices > profile.devices_per_node and profile.network is None:
+        findings.add(
+            where="hardware",
+            given=f"{profile.name}, which has no network, for {devices} devices on nodes of {profile.devices_per_node}",
+            required="a profile with networks, by which nodes are connected", fix='hardware="h100"',
+        )  # fmt: skip
+    findings.raise_if_any()
+    return profile
 
 
 def _pieces(rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:

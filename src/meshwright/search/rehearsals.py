@@ -15,9 +15,10 @@ from meshwright.deferred import Build
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
 from meshwright.prediction.blocks import Folding, Pruned, folding_of
+from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
-from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
+from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, Step, rehearsal_of, rehearse
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
 from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, PeakMemory, Pieces, pieces_of
@@ -116,7 +117,8 @@ class Rehearsals:
             return 0.0
         most = self._rehearsal(few.most, 1, recompute="blocks")
         models = (few.base, *few.more)
-        base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, updated=False)) for model in models)
+        step = Step(updated=False)
+        base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, [step])) for model in models)
         nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
         return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 
@@ -130,6 +132,9 @@ class Rehearsals:
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, 1)
+        if not full.recipe.parameters:
+            given, required = "a model without parameters", "a model to train: plans differ in where its parameters are"
+            raise PlanError.of("this search", where="model", given=given, required=required, fix="nn.Linear(8, 8)")
         folding = self._folding(build, full)
         few = Few.of_folding(build, folding, seed)
         recipe = _most(folding).recipe(full.recipe)
@@ -166,9 +171,10 @@ class Rehearsals:
             most: the rehearsal of the model that ``few.most`` makes.
         """
         base = most.passing_through(few.base)
-        wide = replace(base, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
+        wide = Step(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
+        with_wide = rehearse(base, 0, (*TWO_STEPS, wide))
         more = [rehearse(most.passing_through(model), 0) for model in few.more]
-        return pieces_of(base.recipe, few.kinds, rehearse(base, 0), rehearse(wide, 0, updated=False), more)
+        return pieces_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
 
     def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:
         """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""
@@ -176,4 +182,7 @@ class Rehearsals:
         plan = Plan.parse({**sequence, **self.options, **settings,
                            "mesh": {"dp_shard": DP_SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
         batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
-        return rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
+        rehearsal = rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
+        # A block is recorded twice before it replays, and a rehearsal of one microbatch calls it twice.
+        eager = replace(rehearsal.recipe, eager=True)
+        return replace(rehearsal, planned=rehearsal.planned.under(eager))
