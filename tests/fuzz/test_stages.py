@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from grammar import KINDS
+from idioms import KINDS
 from judge import RIGHT, Tally
 from layouts import OPTIONS
 from program import read
