@@ -480,7 +480,7 @@ class StageInterpreter(Tracer):
             number = next(numbers)
             if number is not None and number in arguments and number != event.written:
                 return arguments[number]  # the argument itself: a write to either is a write to both
-            if number is not None and number == event.written:
+            if number is not None and number == event.written and target is not None:
                 return self._values.get(number, target)
             # Not this rank's tensor, whose autograd history is another.
             if number is not None and self._hooking:
