@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.blame import model_line
 from meshwright.calls import path_errors
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
@@ -46,6 +47,7 @@ class StageInterpreter(Tracer):
         _hooking       whether torch is making the autograd node for a module's backward hook.
         _stale         whether some plain tensor on this rank (a buffer, say) has since been changed by another stage. Once
                        true, it stays true.
+        _unrecorded    whether what runs is the rest of a call in which Python read a value: it may use any parameter.
         closed         (of ``Tracer``) how many calls are running that are not traced: while it is not 0, there are no events.
 
     Args:
@@ -79,7 +81,7 @@ class StageInterpreter(Tracer):
         self._started: list[tuple[int, Call, Started]] = []
         self._open_units = 0
         self._replacements: dict[int, Tensor] = {}
-        self._hooking = self._stale = False
+        self._hooking = self._stale = self._unrecorded = False
         for number, value in received.items():
             self.keep(value, number)
 
@@ -185,7 +187,7 @@ class StageInterpreter(Tracer):
         result = self.follow(path, forward.open, args, kwargs)
         self._open_units -= unit
         if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
-            self.closed = closed
+            self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
             result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
             self._record_appended(call, lists, lengths)
@@ -399,6 +401,7 @@ class StageInterpreter(Tracer):
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_inputs(self.graph.calls[event.path], place)
             self.closed += 1
+            self._unrecorded = True
             return result
         ours = target_of(func, args, kwargs)
         if target is None or ours is None:
@@ -507,11 +510,19 @@ class StageInterpreter(Tracer):
         """See ``Tracer``."""
         if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._tensor_of, (args, kwargs))
+        if self._unrecorded and not is_fact(func):
+            self._has_parameters((args, kwargs), label_of(func))
         return func(*args, **kwargs)
+
+    def _has_parameters(self, arguments: Any, function: str) -> None:
+        """Raises a PathError if one of the arguments is a parameter of another stage. (Torch computes with it, on the CPU,
+        and gives any numbers.)"""
+        if any(isinstance(t, nn.Parameter) and t.is_meta for t in pytree.tree_leaves(arguments)):
+            raise path_errors.elsewhere(self._name(self.program.stage), function, model_line())
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""
-        return super().may_be_passed() and not self._stale
+        return super().may_be_passed() and not self._stale and not self._unrecorded
 
 
 _DEVICE = Tensor.device.__get__
