@@ -76,7 +76,7 @@ class Event:
         function: the name of the function.
         inputs: the numbers of the values that it takes.
         outputs: for each tensor in its result the number of the value (None for a parameter itself).
-        written: if it writes to its first argument, the number of the value that the argument has become.
+        written: if it writes to an argument (the first, or ``out``), the number of the value that this has become.
         named: (index among its tensors, number) for each tensor in shared memory (calls/tracer.py) that is a value and had no
             number before; these numbers are among ``inputs``.
         renamed: (old number, new number) of the other values in the memory to which it writes.
@@ -372,6 +372,13 @@ class ModelGraph:
         """The values that an event writes: the new numbers of its target and of other values in that memory."""
         event = self.events[position]
         return [n for n in (event.written, *(now for _, now in event.renamed)) if n is not None]
+
+    def overwritten(self, event: Event) -> int | None:
+        """The number that the target of a write had before; of the first input, if it was no value; None: no write."""
+        if event.written is None:
+            return None
+        name = self.values[event.written].name
+        return next((n for n in event.inputs if self.values[n].name == name), next(iter(event.inputs), None))
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:

@@ -262,7 +262,7 @@ def _absorbed(
     if event.reads or event.parameters or event.buffers or event.draws_by_values or not homes:
         return 0
     branches = homes - {0}
-    if event.written is not None and home_of.get(event.inputs[0], 0) not in branches:
+    if (overwritten := graph.overwritten(event)) is not None and home_of.get(overwritten, 0) not in branches:
         return 0
     chains = [places.chain(p) for p in branches]
     if not chains:

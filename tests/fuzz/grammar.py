@@ -1139,15 +1139,24 @@ CROSS_ENTROPIES = [f"F.cross_entropy({_LOGITS})", "F.cross_entropy({0}.transpose
                    "F.nll_loss({0}.log_softmax(-1).flatten(0, 1), labels.flatten())", f"F.cross_entropy({_LOGITS}, label_smoothing=0.1)",
                    "F.cross_entropy({0}.flatten(0, 1), ids.flatten(), ignore_index=3)",
                    f"F.cross_entropy({_LOGITS}, weight=torch.linspace(0.5, 2, {{0}}.shape[-1]).to({{0}}.dtype))"]  # fmt: skip
+_PICKED = "{0}.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)"
 SUMS = [f"F.cross_entropy({_LOGITS}, reduction='sum') * 0.1"]
 MASKED = ["({0}.square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum()",
           "({0}.square().sum(-1) * (ids > 2)).sum() / (ids > 2).sum().clamp(min=1)", "{0}.square().mean(-1)[labels >= 0].mean()",
           "{0}.square().mean(-1).masked_select(labels >= 0).mean()", "({0}.tanh() * (labels >= 0)[..., None]).sum() / ((labels >= 0).sum() + 1)"]  # fmt: skip
 MASKED_ENTROPIES = [f"F.cross_entropy({_LOGITS}, reduction='none').sum() / (labels >= 0).sum()",
-                    f"F.cross_entropy({_LOGITS}, reduction='sum') / (labels != -100).sum()"]  # fmt: skip
+                    f"F.cross_entropy({_LOGITS}, reduction='sum') / (labels != -100).sum()",
+                    f"-({_PICKED} * (labels >= 0)).sum() / (labels >= 0).sum()", f"-{_PICKED}[labels >= 0].mean()",
+                    f"F.cross_entropy({_LOGITS}) + 0.01 * ({{0}}.logsumexp(-1).square() * (labels >= 0)).sum() / (labels >= 0).sum()",
+                    f"-((1 - {_PICKED}.exp()) ** 2 * {_PICKED} * (labels >= 0)).sum() / (labels >= 0).sum()"]  # fmt: skip
 MEANS = ["{0}.square().mean()", "{0}.tanh().mean()", "F.mse_loss({0}, torch.zeros_like({0}))", "F.smooth_l1_loss({0}, torch.ones_like({0}))",
          "{0}.sigmoid().mean(0).mean()", "F.binary_cross_entropy_with_logits({0}, torch.full_like({0}, 0.3))", "F.l1_loss({0}, {0}.detach() * 0.5)",
-         "-{0}.log_softmax(-1).mean()", "F.kl_div({0}.log_softmax(-1), torch.full_like({0}, 0.2), reduction='batchmean')"]  # fmt: skip
+         "-{0}.log_softmax(-1).mean()", "F.kl_div({0}.log_softmax(-1), torch.full_like({0}, 0.2), reduction='batchmean')",
+         "sum(t.square().mean() * 0.5 ** k for k, t in enumerate({0}.unbind(1)))", "torch.stack([t.tanh().mean() for t in {0}]).mean()",
+         "(({0} * (ids > 2)[..., None]).sum(1) / (ids > 2).sum(1, keepdim=True).clamp(min=1)).square().mean()",
+         "({0}.logsumexp(-1) - {0}.gather(-1, (ids % {0}.shape[-1])[..., None]).squeeze(-1)).mean()",
+         "F.relu(0.3 + ({0} - {0}.roll(1, 1)).square().mean(-1) - ({0} - {0}.flip(1)).square().mean(-1)).mean()",
+         "-F.logsigmoid({0}.mean(1) * ((ids.sum(1, keepdim=True) % 2) * 2 - 1)).mean()"]  # fmt: skip
 
 
 def logits(b: Builder) -> str:

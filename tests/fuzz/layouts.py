@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from grammar import KINDS, program
+from grammar import program
+from idioms import KINDS
 from program import Case, Program
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,10 @@ import random
 from pathlib import Path
 
 import pytest
-from grammar import KINDS, Builder, value_hook
+from grammar import Builder, value_hook
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from idioms import KINDS
 from judge import ERROR, REFUSED, RIGHT, SKIPPED, WRONG, Tally, Verdict, judge, sample
 from layouts import LAYOUTS, OPTIONS, case, kinds_for, random_cases
 from program import Run, read

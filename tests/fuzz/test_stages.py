@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from grammar import KINDS
-from judge import RIGHT, Tally
+from idioms import KINDS
+from judge import ERROR, RIGHT, Tally
 from layouts import OPTIONS
-from program import read
+from program import Run, read
 from shrink import shrink
 from stages import judge_stages, staged_cases
 
@@ -47,3 +47,26 @@ def test_programs_that_once_failed(path):
     run = read(path.read_text())
     found = [judge_stages(run, cuts) for cuts in (None, *range(4))]
     assert {v.kind for v in found} == {RIGHT}, [v.text for v in found if v.kind != RIGHT]
+
+
+LOOP = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.keys, self.values = (nn.Parameter(torch.randn(7, 8) * 0.5) for _ in range(2))
+
+    def forward(self, x, ids, labels):
+        x = self.linear(x)
+        for _ in range(8):
+            before, x = x, (x @ self.keys.T).softmax(-1) @ self.values
+            if (x - before).norm(dim=-1).max() < 0.1:
+                break
+        return {"loss": x.square().mean()}"""
+
+
+def test_a_parameter_of_another_stage_is_an_error_after_a_value_is_read():
+    """The recorded forward ends the loop at once. Torch itself multiplies by a weight on meta, and gives any numbers."""
+    found = [judge_stages(Run(LOOP, {"mesh": {"pp": 2}}, ((4,),)), cuts) for cuts in range(6)]
+    assert {v.kind for v in found} <= {ERROR, RIGHT}
+    wrong = [v.text for v in found if v.kind == ERROR]
+    assert wrong and all("takes a parameter that is not on stage 1" in text for text in wrong), wrong

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.blame import model_line
 from meshwright.calls import path_errors
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
@@ -27,7 +28,7 @@ from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
 from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
 from meshwright.private import pytree
-from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of
+from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of, target_of
 
 
 class _Done(BaseException):
@@ -46,6 +47,7 @@ class StageInterpreter(Tracer):
         _hooking       whether torch is making the autograd node for a module's backward hook.
         _stale         whether some plain tensor on this rank (a buffer, say) has since been changed by another stage. Once
                        true, it stays true.
+        _unrecorded    whether what runs is the rest of a call in which Python read a value: it may use any parameter.
         closed         (of ``Tracer``) how many calls are running that are not traced: while it is not 0, there are no events.
 
     Args:
@@ -79,7 +81,7 @@ class StageInterpreter(Tracer):
         self._started: list[tuple[int, Call, Started]] = []
         self._open_units = 0
         self._replacements: dict[int, Tensor] = {}
-        self._hooking = self._stale = False
+        self._hooking = self._stale = self._unrecorded = False
         for number, value in received.items():
             self.keep(value, number)
 
@@ -185,7 +187,7 @@ class StageInterpreter(Tracer):
         result = self.follow(path, forward.open, args, kwargs)
         self._open_units -= unit
         if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
-            self.closed = closed
+            self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
             result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
             self._record_appended(call, lists, lengths)
@@ -366,7 +368,7 @@ class StageInterpreter(Tracer):
         """The result of an event. If the event is another rank's, the tensors that stand for its result on this rank."""
         # A tensor on meta is a parameter of another stage, which this stage does not use.
         if event.hands_on and any(t.is_meta for t in tensors):
-            return self._remote_result(event, args, tensors)
+            return self._remote_result(event, target_of(func, args, kwargs), tensors)
         has_inputs = all(n in self._values for n in event.inputs)
         if self.program.runs(position) or (has_inputs and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
@@ -375,12 +377,12 @@ class StageInterpreter(Tracer):
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
-        return self._remote_result(event, args, tensors)
+        return self._remote_result(event, target_of(func, args, kwargs), tensors)
 
     def _run(self, event: Event, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an event and adds its results."""
         position = self.graph.positions[event.path, event.index]
-        target = args[0] if event.written is not None and args else None
+        target = target_of(func, args, kwargs) if event.written is not None else None
         # An event that returns a parameter runs on every rank, also outside its place.
         place = self.program.place(position)
         place = place if place in self.program.rank_places else 0
@@ -399,14 +401,16 @@ class StageInterpreter(Tracer):
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_inputs(self.graph.calls[event.path], place)
             self.closed += 1
+            self._unrecorded = True
             return result
-        if target is None:
+        ours = target_of(func, args, kwargs)
+        if target is None or ours is None:
             result = self._as_new_tensors(result, (args, kwargs), event.outputs)
-        elif event.written is not None:
-            self._record_value(args[0], event.written, position)
-            if target is not args[0]:  # the model continues with its own tensor
+        else:
+            self._record_value(ours, event.written, position)
+            if target is not ours:  # the model continues with its own tensor
                 self.name_value(target, event.written)
-        return self._finish_event(event, result, None if target is None else args[0], place)
+        return self._finish_event(event, result, ours if target is not None else None, place)
 
     def _finish_event(self, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
         """Adds the results of an event that this rank ran. Returns the result that the model sees.
@@ -458,16 +462,19 @@ class StageInterpreter(Tracer):
         device = self.device if like.is_meta else like.device
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
 
-    def _remote_result(self, event: Event, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """The result of an event of another stage or branch, with the tensors that stand for its values on this rank."""
+    def _remote_result(self, event: Event, target: Tensor | None, tensors: list[Tensor]) -> Any:
+        """The result of an event of another stage or branch, with the tensors that stand for its values on this rank.
+
+        ``target``: the tensor to which the event writes.
+        """
         recorded = self.graph.outputs[event.path, event.index]
-        if event.written is not None and args and isinstance(args[0], Tensor):
-            if isinstance(args[0], RemoteTensor) and tuple(args[0].shape) != self.graph.values[event.written].shape:
+        if event.written is not None and target is not None:
+            if isinstance(target, RemoteTensor) and tuple(target.shape) != self.graph.values[event.written].shape:
                 # A change of shape in place (``unsqueeze_``): the model's own tensor must change its shape.
                 like = self.graph.like(event.written, tensors_of(recorded)[0])
-                torch.utils.swap_tensors(args[0], RemoteTensor(like, self, event.written, self.device))
-            self.name_value(args[0], event.written)
-            self._stale |= not isinstance(args[0], Placeholder)
+                torch.utils.swap_tensors(target, RemoteTensor(like, self, event.written, self.device))
+            self.name_value(target, event.written)
+            self._stale |= not isinstance(target, Placeholder)
         numbers, arguments = iter(event.outputs), {self.number(t): t for t in tensors}
         # An argument that a Function of the model marks as dirty is returned, with its new number.
         arguments |= {now: arguments[before] for before, now in event.renamed if before in arguments}
@@ -476,8 +483,8 @@ class StageInterpreter(Tracer):
             number = next(numbers)
             if number is not None and number in arguments and number != event.written:
                 return arguments[number]  # the argument itself: a write to either is a write to both
-            if number is not None and number == event.written:
-                return self._values.get(number, args[0])
+            if number is not None and number == event.written and target is not None:
+                return self._values.get(number, target)
             # Not this rank's tensor, whose autograd history is another.
             if number is not None and self._hooking:
                 return RemoteTensor(self.graph.like(number, t), self, number, self.device)
@@ -503,11 +510,19 @@ class StageInterpreter(Tracer):
         """See ``Tracer``."""
         if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._tensor_of, (args, kwargs))
+        if self._unrecorded and not is_fact(func):
+            self._has_parameters((args, kwargs), label_of(func))
         return func(*args, **kwargs)
+
+    def _has_parameters(self, arguments: Any, function: str) -> None:
+        """Raises a PathError if one of the arguments is a parameter of another stage. (Torch computes with it, on the CPU,
+        and gives any numbers.)"""
+        if any(isinstance(t, nn.Parameter) and t.is_meta for t in pytree.tree_leaves(arguments)):
+            raise path_errors.elsewhere(self._name(self.program.stage), function, model_line())
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""
-        return super().may_be_passed() and not self._stale
+        return super().may_be_passed() and not self._stale and not self._unrecorded
 
 
 _DEVICE = Tensor.device.__get__

@@ -31,3 +31,12 @@ def unavailable(program: StageProgram, name: Callable[[int], str], number: int, 
         f"on {name(program.stage)}. The recorded forward did not take it there: it took another path. Place the module that "
         f"takes it with {module}: modules: {{{module}: {{on: ...}}}}, or use a sample batch that takes the path of training"
     )
+
+
+def elsewhere(stage: str, function: str, line: str) -> PathError:
+    """The error if a function takes a parameter that another stage has, after the model read a value."""
+    return PathError(
+        f"{function}{f' at {line}' if line else ''} takes a parameter that is not on {stage}. The recorded forward did not "
+        "take it there: the model reads a value, and what it runs then follows from that. Put the loop or the branch into a "
+        "module of its own with these parameters, or leave out the pipeline: mesh: {dp_shard: 2}"
+    )

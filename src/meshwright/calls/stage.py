@@ -192,8 +192,8 @@ class StageProgram:
         if any(n not in visible or n in call.stashed for n in used_outside):
             return OPEN
         for p in inside:
-            event = graph.events[p]
-            if event.written is not None and event.inputs and graph.values[event.inputs[0]].position < call.start:
+            before = graph.overwritten(graph.events[p])
+            if before is not None and graph.values[before].position < call.start:
                 return OPEN
         return STUB
 

@@ -39,7 +39,7 @@ from meshwright.spmd.autograd_functions import (
     transformed_functions,
     transforming,
 )
-from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, label_of, writes
+from meshwright.spmd.torch_functions import LISTENING, is_fact, is_random, label_of, target_of
 
 # If the class of the right operand is a subclass of the left one's (a parameter, a placeholder), Python calls the right one
 # first: `h > p` becomes `p < h`. So that a comparison is the same event on every rank, each is turned into its mirror image.
@@ -212,10 +212,10 @@ class Tracer(FunctionMode):
             return func(*args, **kwargs)
         frame = self.frames[-1]
         index, frame.events = frame.events, frame.events + 1
-        target = args[0] if args and writes(identity, args, kwargs) else kwargs.get("out")
-        is_plain = isinstance(target, Tensor) and not isinstance(target, nn.Parameter) and not self.is_value(target)
+        target = target_of(identity, args, kwargs)
+        is_plain = target is not None and not isinstance(target, nn.Parameter) and not self.is_value(target)
         result = self.event(func, args, kwargs, tensors, frame.path, index)
-        if is_plain and isinstance(target, Tensor):
+        if is_plain and target is not None:
             self.share_memory(target)  # from now on the memory depends on values
         return result
 

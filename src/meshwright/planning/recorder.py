@@ -26,13 +26,7 @@ from meshwright.private import storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, label_of, writes
-
-
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensor to which a function writes, in a list; empty if it writes to none."""
-    targets = args[:1] if writes(func, args, kwargs) else (kwargs.get("out"),)
-    return [t for t in targets if isinstance(t, Tensor)]
+from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, label_of, target_of
 
 
 def _names_of(ids: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -193,7 +187,8 @@ class Recorder(Tracer):
         result = _without_move(name, args, kwargs, func(*args, **kwargs))
         # From here on we read facts of tensors ourselves, thousands of times: no mode is to see it.
         with without_modes():
-            targets = _written_by(func, args, kwargs)
+            target = target_of(func, args, kwargs)
+            targets = [] if target is None else [target]
             named += (within := self._written_within(position, tick, tensors, targets))
             inputs += tuple(n for _, n in within)
             outputs = tensors_within(result)

@@ -170,6 +170,13 @@ def writes_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return (bool(args) or "input" in kwargs) and writes(func, args, kwargs)
 
 
+def target_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor to which ``func`` writes: its first argument, or the one that ``out`` names; None if it writes to none."""
+    first = args[0] if args else kwargs.get("input")
+    target = first if writes(func, args, kwargs) else kwargs.get("out")
+    return target if isinstance(target, Tensor) else None
+
+
 @functools.cache
 def _inplace_positions() -> dict[Any, int]:
     """Functions with an argument ``inplace`` → its position."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.private import pytree
 from meshwright.runtime.rows.label_program import Follower, Name, Tape, token
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import writes
+from meshwright.spmd.torch_functions import target_of
 
 
 def labels_counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -168,7 +168,7 @@ class CountedUses(Follower):
 
         An argument to which the function writes is not replaced, as it may be used elsewhere.
         """
-        written = args[0] if args and writes(func, args, kwargs) else None
+        written = target_of(func, args, kwargs)
 
         def term(x: Any) -> Any:
             name = self.name(x) if isinstance(x, Tensor) and x is not written and not x.dim() else None
