@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.names import few
 from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
+from meshwright.replay.overlap import overlapped
 from meshwright.replay.program import (
     Binding,
     Function,
@@ -273,7 +274,7 @@ class LocalPrograms:
                 return by_inductor(program)
             except NotCompiled as why:
                 self._uncompiled[block.name] = str(why)
-        return compiled(program.graph())
+        return compiled(overlapped(program))
 
 
 _SMALL = "it is too small to gain by one"

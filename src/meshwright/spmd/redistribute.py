@@ -18,6 +18,7 @@ All take and give local tensors. Each backward is another of these moves, so tha
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd import Function
 
 from meshwright.layout import Shard
 from meshwright.private import without_modes
-from meshwright.spmd.comm import Axis
+from meshwright.spmd.comm import Axis, Finish
 
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
@@ -47,9 +48,21 @@ class Move(Function):
     def compute(x: Tensor, axis: Axis, *options: Any) -> Tensor:
         raise NotImplementedError
 
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, *options: Any) -> Finish:
+        """Begins the move of a tensor that the caller does not use any more. Its result is that of ``compute``.
+
+        A move that has nothing to wait for, or no such collective, is done at once.
+        """
+        return partial(_itself, cls.compute(x, axis, *options))
+
     @staticmethod
     def conjugate(*options: Any) -> tuple[type[Move], tuple[Any, ...]]:
         raise NotImplementedError
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _move(kind: type[Move]) -> type[Move]:
@@ -102,6 +115,10 @@ class AllReduce(Move):
             return axis.all_reduce(x.float()).to(x.dtype)
         return axis.all_reduce(x)
 
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, wide: bool = False) -> Finish:
+        return super().begin(x, axis, wide) if wide else axis.begin_all_reduce(x)
+
     @staticmethod
     def conjugate(wide: bool = False) -> tuple[type[Move], tuple[Any, ...]]:
         return CopyIn, (False,)
@@ -112,6 +129,10 @@ class ReduceScatter(Move):
     @staticmethod
     def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         return axis.reduce_scatter(x, layout)
+
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, layout: Shard) -> Finish:
+        return axis.begin_reduce_scatter(x, layout)
 
     @staticmethod
     def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:
