@@ -10,8 +10,8 @@ The collective begins where the backward of the move alone would run, and is wai
 collectives of a backward, their order and their bytes stay, and autograd sees no gradient that is still on its way. Sums are
 added up in the order of autograd, the last product first: gradients stay the same to the last bit.
 
-A recompute must save as many tensors as its forward, one of which may have been eager. So under hooks for saved tensors the
-recorded calls run as they are. So they do under autocast, whose casts belong to each of them.
+A recompute must save what its forward saved, in the same order, and one of both may have been eager. So under hooks for saved
+tensors the recorded calls run as they are. So they do under autocast, whose casts belong to each of them.
 
 Source: Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``; Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph
 from torch.fx import Node as Call
 from torch.nn import functional
 
 from meshwright.private import autocast_is_on, saved_tensors_are_hooked, without_modes
 from meshwright.replay.nodes import Move
-from meshwright.replay.program import Expected, LocalProgram
+from meshwright.replay.program import Expected, Function, LocalProgram, compiled
 from meshwright.replay.recorder import Unspelled
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.tensor import Spec
@@ -79,7 +79,7 @@ class Products:
         self._apply = patches.apply_of(_Products)
 
     def __call__(self, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        if x.requires_grad and torch.is_grad_enabled() and not autocast_is_on() and not saved_tensors_are_hooked():
+        if x.requires_grad and torch.is_grad_enabled():
             together: tuple[Tensor, ...] = self._apply(x, self, *operands)
             return together
         moved = self.move(x)
@@ -91,7 +91,7 @@ class Products:
         return [(product, (next(left), next(left) if product.biased else None)) for product in self.products]
 
 
-class _Products(Function):
+class _Products(AutogradFunction):
     # The arguments of forward and backward are fixed by torch; the context is untyped there.
 
     @staticmethod
@@ -160,8 +160,22 @@ def _begun(move: Move, total: Tensor) -> Callable[[], Tensor]:
 # --- which calls of a program -----------------------------------------------------------------------------------------
 
 
-def overlapped(program: LocalProgram) -> Graph:
-    """The program's graph, in which each move that enters sharded work is one call with the products of its result.
+def overlapping(program: LocalProgram) -> Function:
+    """A program as a Python function, with the overlap where it can be."""
+    recorded, graph = compiled(program.graph()), overlapped(program)
+    if graph is None:
+        return recorded
+    together = compiled(graph)
+
+    def function(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return (recorded if autocast_is_on() or saved_tensors_are_hooked() else together)(*inputs)
+
+    return function
+
+
+def overlapped(program: LocalProgram) -> Graph | None:
+    """The program's graph, in which each move that enters sharded work is one call with the products of its result; None if
+    there is no such move.
 
     A product counts if its weight and bias are parameters, which nothing writes to while the program runs; so it may run as
     soon as the moved tensor is there. A move stays as it is if no such weight is trained.
@@ -172,13 +186,15 @@ def overlapped(program: LocalProgram) -> Graph:
     parameters = {
         call: expected[source] for call, (_, source) in zip(inputs, program.inputs, strict=True) if source in expected
     }
+    joined = False
     for call in list(graph.nodes):
         if isinstance(call.target, Move) and call.target.function in _ENTERING:
             products = {user: p for user in call.users if (p := _product(user, call, parameters)) is not None}
             if any(parameters[weight].trains for _, (weight, *_) in products.values()):
                 _join(graph, call, products)
+                joined = True
     graph.lint()
-    return graph
+    return graph if joined else None
 
 
 def _join(graph: Graph, call: Call, products: Mapping[Call, tuple[Product, tuple[Call, ...]]]) -> None:
@@ -223,4 +239,4 @@ def _form(known: Expected) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(shape), dtype
 
 
-__all__ = ["overlapped"]
+__all__ = ["overlapped", "overlapping"]
