@@ -35,6 +35,7 @@ from meshwright.replay.nodes import Move
 from meshwright.replay.program import Expected, Function, LocalProgram, compiled
 from meshwright.replay.recorder import Unspelled
 from meshwright.spmd import patches, redistribute
+from meshwright.spmd.comm import Finish, done
 from meshwright.spmd.tensor import Spec
 from meshwright.spmd.torch_functions import ADDMMS, MATMULS
 
@@ -147,13 +148,12 @@ def _summed(
     return total.view(moved.shape)
 
 
-def _begun(move: Move, total: Tensor) -> Callable[[], Tensor]:
-    """Begins the backward of a move; at once a part of the graph, if it is differentiated again."""
+def _begun(move: Move, total: Tensor) -> Finish:
+    """Begins the backward of a move. If it is differentiated again, it is done at once, as a part of the graph."""
     back, options = move.function.conjugate(*move.options)
     if torch.is_grad_enabled():
-        reduced = back.apply(total, move.axis, *options)
-        return lambda: reduced
-    finish: Callable[[], Tensor] = back.begin(total, move.axis, *options)
+        return done(back.apply(total, move.axis, *options))
+    finish: Finish = back.begin(total, move.axis, *options)
     return finish
 
 

@@ -28,6 +28,11 @@ Finish = Callable[[], Tensor]
 """Waits for a collective that has begun, and returns its result. On NCCL, the current stream waits, and not the host."""
 
 
+def done(x: Tensor) -> Finish:
+    """The ``Finish`` of a result that nobody has to wait for."""
+    return lambda: x
+
+
 @dataclass(eq=False)
 class Order:
     """A hash of the collectives of a group, in the order in which this rank has entered them.
@@ -229,10 +234,10 @@ class PlannedAxis(Axis):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def begin_all_reduce(self, x: Tensor) -> Finish:
-        return partial(_itself, self.all_reduce(x))
+        return done(self.all_reduce(x))
 
     def begin_reduce_scatter(self, x: Tensor, layout: Shard) -> Finish:
-        return partial(_itself, self.reduce_scatter(x, layout))
+        return done(self.reduce_scatter(x, layout))
 
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         self.ledger.moved("all_gather", x)
@@ -287,10 +292,6 @@ def _finished(work: Any, out: Tensor, dtype: torch.dtype, *_kept: Tensor) -> Ten
         if work is not None:
             work.wait()
         return _no_view(_delivered(out, dtype))
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 # Dtypes that gloo or NCCL cannot add up → the dtype in which they are added up.

@@ -18,7 +18,6 @@ All take and give local tensors. Each backward is another of these moves, so tha
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.autograd import Function
 
 from meshwright.layout import Shard
 from meshwright.private import without_modes
-from meshwright.spmd.comm import Axis, Finish
+from meshwright.spmd.comm import Axis, Finish, done
 
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
@@ -54,15 +53,11 @@ class Move(Function):
 
         A move that has nothing to wait for, or no such collective, is done at once.
         """
-        return partial(_itself, cls.compute(x, axis, *options))
+        return done(cls.compute(x, axis, *options))
 
     @staticmethod
     def conjugate(*options: Any) -> tuple[type[Move], tuple[Any, ...]]:
         raise NotImplementedError
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _move(kind: type[Move]) -> type[Move]:
