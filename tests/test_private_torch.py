@@ -72,6 +72,7 @@ from meshwright.private import (
     raw_local,
     raw_locals,
     replace_tensors,
+    saved_tensors_are_hooked,
     scale_all,
     schema_of,
     schemas,
@@ -774,6 +775,23 @@ def test_a_backward_knows_that_it_runs() -> None:
     x.register_hook(lambda g: seen.append(in_backward()))
     x.sum().backward()
     assert seen == [True] and not in_backward()
+
+
+def test_hooks_of_what_autograd_saves_are_seen() -> None:
+    seen: list[bool] = []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.append(saved_tensors_are_hooked())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    noted(x)
+    checkpoint(noted, x, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        noted(x)
+    assert seen == [False, True, True, True], (
+        "outside, in a checkpoint's forward, in its recompute, in hooks of one's own"
+    )
 
 
 def test_moves_made_once_rest_on_versions_that_count_every_write() -> None:

@@ -194,6 +194,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks get what autograd saves: those of a checkpoint, say. There is no public way to ask."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def storage_of(t: Tensor) -> int:
     """A number for the memory of a tensor, equal for tensors that share it; on meta too, where there is no real memory.
 
@@ -460,6 +465,7 @@ __all__ = [
     "raw_local",
     "raw_locals",
     "replace_tensors",
+    "saved_tensors_are_hooked",
     "scale_all",
     "schema_of",
     "schemas",

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from meshwright.names import few
 from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
+from meshwright.replay.overlap import overlapping
 from meshwright.replay.program import (
     Binding,
     Function,
     LocalProgram,
-    compiled,
     valid_moves,
 )
 from meshwright.replay.recorder import CONSTANTS, Recorder, Refused
@@ -271,7 +271,7 @@ class LocalPrograms:
                 return by_inductor(program)
             except NotCompiled as why:
                 self._uncompiled[block.name] = str(why)
-        return compiled(program.graph())
+        return overlapping(program)
 
 
 _SMALL = "it is too small to gain by one"

@@ -24,6 +24,14 @@ from meshwright.private import without_modes
 Heard = Callable[[str, Any, Callable[[], Any], tuple[Any, ...]], Any]
 """(method of a process group, the group, a function that calls the method, its arguments) → the method's result"""
 
+Finish = Callable[[], Tensor]
+"""Waits for a collective that has begun, and returns its result. On NCCL, the current stream waits, and not the host."""
+
+
+def done(x: Tensor) -> Finish:
+    """The ``Finish`` of a result that nobody has to wait for."""
+    return lambda: x
+
 
 @dataclass(eq=False)
 class Order:
@@ -140,6 +148,14 @@ class Axis:
             _add_up(out, op, self.group, self.ledger.heard)
             return _no_view(_delivered(out, x.dtype)) if out.dtype is not x.dtype else out
 
+    def begin_all_reduce(self, x: Tensor) -> Finish:
+        """Begins ``all_reduce`` of a tensor that nobody else reads or writes any more: its memory becomes that of the sum."""
+        with without_modes():
+            self._enter("all_reduce", x, x.shape)
+            out = _carried(x).contiguous()
+            work = _asked(out, _ASYNC_SUM, self.group, self.ledger.heard)
+        return partial(_finished, work, out, x.dtype)
+
     @locally
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's slice → the whole tensor."""
@@ -156,6 +172,19 @@ class Axis:
     @locally
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's summand of the whole tensor → this rank's slice of the sum."""
+        out, sent = self._scattered(x, layout)
+        scatter_single(out, sent, group=self.group)
+        return _no_view(_delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype))
+
+    @locally
+    def begin_reduce_scatter(self, x: Tensor, layout: Shard) -> Finish:
+        """Begins ``reduce_scatter`` of a tensor that nobody writes to before it has ended."""
+        out, sent = self._scattered(x, layout)
+        work = scatter_single(out, sent, group=self.group, async_op=True)
+        return partial(_finished, work, out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype, sent)
+
+    def _scattered(self, x: Tensor, layout: Shard) -> tuple[Tensor, Tensor]:
+        """(the memory for this rank's slice of the sum, padded to the widest; what to send: the slices for all ranks)."""
         self._enter("reduce_scatter", x, x.shape)
         width, carried = self._widest(layout), _carried(x)
         if layout.dim == 0 and layout.parts == 1 and len(set(layout.locals)) == 1:
@@ -164,9 +193,7 @@ class Axis:
             sent = torch.stack([_pad(layout.take(carried, r), layout.dim, width) for r in range(self.size)]).flatten(
                 0, 1
             )
-        out = sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:])
-        scatter_single(out, sent, group=self.group)
-        return _no_view(_delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype))
+        return sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:]), sent
 
     @locally
     def all_to_all(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
@@ -206,6 +233,12 @@ class PlannedAxis(Axis):
         self.ledger.moved("all_reduce", x)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
+    def begin_all_reduce(self, x: Tensor) -> Finish:
+        return done(self.all_reduce(x))
+
+    def begin_reduce_scatter(self, x: Tensor, layout: Shard) -> Finish:
+        return done(self.reduce_scatter(x, layout))
+
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         self.ledger.moved("all_gather", x)
         return _resized(x, layout.dim, layout.size)
@@ -219,9 +252,9 @@ class PlannedAxis(Axis):
         return _resized(_resized(x, source.dim, source.size), target.dim, target.local(self.rank))
 
 
-def _all_reduce_options(op: Any) -> Any:
+def _all_reduce_options(op: Any, in_background: bool = False) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, False
+    options.reduceOp, options.asyncOp = op, in_background  # (NCCL: on the stream of the caller, or on one of its own)
     return options
 
 
@@ -230,6 +263,7 @@ _OPTIONS: dict[str, Any] = (
     if dist.is_available()
     else {}
 )
+_ASYNC_SUM = _all_reduce_options(dist.ReduceOp.SUM, in_background=True) if dist.is_available() else None
 # The method itself: while a model runs, a stand-in is in its place (``one_process``).
 _ALL_REDUCE: Any = dist.ProcessGroup.allreduce if dist.is_available() else None
 
@@ -239,13 +273,25 @@ def _add_up(x: Tensor, op: str, group: dist.ProcessGroup | None, heard: Heard | 
 
     It bypasses the stand-in for the method of the group, which would call ``heard``; so ``heard`` is called here.
     """
-    arguments = [x], _OPTIONS[op]
-    if heard is None:
-        work = _ALL_REDUCE(group, *arguments)
-    else:
-        work = heard("allreduce", group, partial(_ALL_REDUCE, group, *arguments), arguments)
+    work = _asked(x, _OPTIONS[op], group, heard)
     if work is not None:
         work.wait()
+
+
+def _asked(x: Tensor, options: Any, group: dist.ProcessGroup | None, heard: Heard | None) -> Any:
+    """Asks a group for an all-reduce in place. Returns the work to wait for, or None."""
+    arguments = [x], options
+    if heard is None:
+        return _ALL_REDUCE(group, *arguments)
+    return heard("allreduce", group, partial(_ALL_REDUCE, group, *arguments), arguments)
+
+
+def _finished(work: Any, out: Tensor, dtype: torch.dtype, *_kept: Tensor) -> Tensor:
+    """Waits for a collective; returns what it gave. ``_kept``: what it reads, which must not be freed before."""
+    with without_modes():
+        if work is not None:
+            work.wait()
+        return _no_view(_delivered(out, dtype))
 
 
 # Dtypes that gloo or NCCL cannot add up → the dtype in which they are added up.

@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from meshwright.layout import Shard
 from meshwright.private import without_modes
-from meshwright.spmd.comm import Axis
+from meshwright.spmd.comm import Axis, Finish, done
 
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
@@ -46,6 +46,14 @@ class Move(Function):
     @staticmethod
     def compute(x: Tensor, axis: Axis, *options: Any) -> Tensor:
         raise NotImplementedError
+
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, *options: Any) -> Finish:
+        """Begins the move of a tensor that the caller does not use any more. Its result is that of ``compute``.
+
+        A move that has nothing to wait for, or no such collective, is done at once.
+        """
+        return done(cls.compute(x, axis, *options))
 
     @staticmethod
     def conjugate(*options: Any) -> tuple[type[Move], tuple[Any, ...]]:
@@ -100,6 +108,10 @@ class AllReduce(Move):
             return axis.all_reduce(x.float()).to(x.dtype)
         return axis.all_reduce(x)
 
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, wide: bool = False) -> Finish:
+        return super().begin(x, axis, wide) if wide else axis.begin_all_reduce(x)
+
     @staticmethod
     def conjugate(wide: bool = False) -> tuple[type[Move], tuple[Any, ...]]:
         return CopyIn, (False,)
@@ -110,6 +122,10 @@ class ReduceScatter(Move):
     @staticmethod
     def compute(x: Tensor, axis: Axis, layout: Shard) -> Tensor:
         return axis.reduce_scatter(x, layout)
+
+    @classmethod
+    def begin(cls, x: Tensor, axis: Axis, layout: Shard) -> Finish:
+        return axis.begin_reduce_scatter(x, layout)
 
     @staticmethod
     def conjugate(layout: Shard) -> tuple[type[Move], tuple[Any, ...]]:

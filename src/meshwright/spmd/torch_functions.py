@@ -277,6 +277,10 @@ SHARES_MEMORY = frozenset(
     [Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage]
 )
 
+# Products of two tensors, and a product to which a third is added.
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+ADDMMS = (torch.addmm, Tensor.addmm)
+
 # The strides of the result depend on the kernel, and meta has another kernel.
 BY_DEVICE = frozenset([functional.scaled_dot_product_attention])
 

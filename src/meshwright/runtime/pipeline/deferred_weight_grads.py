@@ -19,9 +19,7 @@ from torch.nn import functional
 
 from meshwright.private import FakeTensor
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
-
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_ADDMMS = (torch.addmm, Tensor.addmm)
+from meshwright.spmd.torch_functions import ADDMMS, MATMULS
 
 
 class DeferredWeightGrads(FunctionMode):
@@ -40,9 +38,9 @@ class DeferredWeightGrads(FunctionMode):
         if not kwargs and torch.is_grad_enabled() and not transforming():
             if func is functional.linear and _is_weight(args[1]):
                 return self._product(args[0], args[1], args[2] if len(args) > 2 else None, turned=True)
-            if func in _MATMULS and len(args) == 2 and _is_weight(args[1]):
+            if func in MATMULS and len(args) == 2 and _is_weight(args[1]):
                 return self._product(args[0], args[1], None, turned=False)
-            if func in _ADDMMS and len(args) == 3 and _is_weight(args[2]) and args[0].shape == args[2].shape[1:]:
+            if func in ADDMMS and len(args) == 3 and _is_weight(args[2]) and args[0].shape == args[2].shape[1:]:
                 return self._product(args[1], args[2], args[0], turned=False)
         return func(*args, **(kwargs or {}))
 
