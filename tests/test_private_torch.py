@@ -117,7 +117,7 @@ USES = {
     "private.py": "_C _DisableTorchDispatch _apply _getframe _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
-        _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _torchdynamo_orig_callable \
+        _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _top_saved_tensors_default_hooks _torchdynamo_orig_callable \
         _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
@@ -134,6 +134,7 @@ USES = {
     "prediction/tracker.py": "_cdata _op_dispatcher _propagate_tensor_meta_non_cached _schema",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param",
+    "replay/overlap.py": "_is_view",
     "runtime/groups.py": "_set_pg_timeout",
     "draw/plain.py": "_fields",  # of named tuples
     "deferred/__init__.py": "_C _backward_hooks _post_accumulate_grad_hooks _swap_tensor_impl",
