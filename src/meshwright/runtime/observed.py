@@ -11,8 +11,8 @@ Time is measured from the moment at which the first rank of a node leaves the ba
 clocks of different nodes are off by at most the time in which a barrier releases all ranks. A step that is not observed
 has no barrier and no gather; it checks once for each action and collective whether it is observed.
 
-A collective that the host waits for (on a CPU) ends when the wait ends; any other ends when its future is done, in whose
-callback the time is taken. A receive ends when the action that needs it has waited for it.
+A collective that the host waits for ends when the wait ends; any other ends when its future is done, in whose callback the time
+is taken. On a CPU the host waits for each at once: an observed step overlaps none over tp. A receive ends when the action that needs it has waited for it.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class Observer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Records the block as a phase of the step, and the collectives in it."""
-        self._ledger.heard = self._heard
+        self._ledger.heard, self._ledger.timed = self._heard, True
         try:
             with hearing(self._heard), self.doing(name):
                 yield
         finally:
-            self._ledger.heard = None
+            self._ledger.heard, self._ledger.timed = None, False
 
     def sent(self, action: Action, nbytes: int) -> None:
         """Records a send that has begun."""

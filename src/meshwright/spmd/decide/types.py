@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.private import without_any_mode
+from meshwright.private import without_any_mode, without_modes
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -35,7 +35,7 @@ def result_type(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
 
     Raises what ``func`` raises for such a tensor: a mean of integers, say.
     """
-    with without_any_mode(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         one = torch.zeros((1,) * x.dim(), dtype=x.dtype, device=x.device)
         dtype: torch.dtype = func(one, *args, **kwargs).dtype
     return dtype
