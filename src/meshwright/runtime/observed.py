@@ -11,8 +11,9 @@ Time is measured from the moment at which the first rank of a node leaves the ba
 clocks of different nodes are off by at most the time in which a barrier releases all ranks. A step that is not observed
 has no barrier and no gather; it checks once for each action and collective whether it is observed.
 
-A collective that the host waits for ends when the wait ends; any other ends when its future is done, in whose callback the time
-is taken. On a CPU the host waits for each at once: an observed step overlaps none over tp. A receive ends when the action that needs it has waited for it.
+A collective that the host waits for ends when the wait ends. On a CPU the host waits for each at once: an observed step
+overlaps none over tp. Any other collective ends when its future is done, in whose callback the time is taken. A receive ends
+when the action that needs it has waited for it.
 """
 
 from __future__ import annotations
