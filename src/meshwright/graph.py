@@ -13,7 +13,7 @@ to balance them, and to know which values cross a cut, planning reads it. The wo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -134,13 +134,31 @@ class Event:
         return self.flops + INTENSITY * self.moved
 
 
-@dataclass(frozen=True)
-class Grown:
-    """Items that a call appended to a list among its arguments: the number of the list, the items, the values in them."""
+Step = tuple[bool, Any]
+"""A step of a path to an object: (whether it is an attribute of an object, its name or its key in a container)"""
 
-    which: int
-    items: list[Any]
-    values: tuple[int | None, ...]
+
+@dataclass(frozen=True)
+class Change:
+    """What a call changed in a list, dict or plain object among its arguments.
+
+    Attributes:
+        where: the path to it from (args, kwargs).
+        items: key or name → the new item. Of a list, the items that were appended.
+        removed: the keys and names that are gone.
+        before: of items in a dict or object: key or name → the constant before the call, see ``calls.changes``.
+        values: the number of the value of each tensor in ``items``; None for one that follows from the batch alone.
+    """
+
+    where: tuple[Step, ...]
+    items: dict[Any, Any]
+    removed: tuple[Any, ...] = ()
+    before: Mapping[Any, Any] = field(default_factory=dict)
+    values: tuple[int | None, ...] = ()
+
+    def with_items(self, items: dict[Any, Any], values: tuple[int | None, ...]) -> Change:
+        """The change with other items, and the numbers of the values in them."""
+        return replace(self, items=items, values=values)
 
 
 @dataclass
@@ -152,16 +170,16 @@ class Call:
         outputs: for each tensor in its result the number of the value; None for one that follows from the batch alone.
         arguments: (args, kwargs) of the call, with tensors that have only shapes.
         returned: its result, with tensors that have only shapes.
-        argument_tensors: the tensors among the arguments at the time of the call; a list among them may have grown since.
+        argument_tensors: the tensors among the arguments at the time of the call; a list among them may be longer now.
             None, also in ``arguments``: an argument with values that is no part of the result
             (``calls.stub.without_values``).
         fresh: whether a tensor in its result follows from the batch and was made within the call, or a function in the result
             may keep such a tensor. Then no copy of the recorded result can stand in for it.
         stashed: values that it left on the module, or in its arguments.
-        visible: whether it changes something that exists before it and is used after it: memory that follows from the batch, a
-            list among its arguments, an attribute; Python's or NumPy's random numbers. So it is open on every stage.
+        visible: whether it changes something that exists before it and is used after it, and that is not among ``changes``:
+            memory that follows from the batch, an attribute; Python's or NumPy's random numbers. So it is open on every stage.
         counts: whether it is visible only for Python numbers that nothing else uses: a counter, say.
-        grown: the items that it appended to lists among its arguments.
+        changes: what it changed in containers and plain objects among its arguments.
         acts: whether Python reads a value in it, on which its path may depend.
         leaf: whether the module has no submodules.
         draws_host: whether it drew random numbers of Python or NumPy, or may do so on another path.
@@ -179,10 +197,16 @@ class Call:
     stashed: frozenset[int] = frozenset()
     visible: bool = False
     counts: bool = False
-    grown: tuple[Grown, ...] = ()
+    changes: tuple[Change, ...] = ()
     acts: bool = False
     leaf: bool = False
     draws_host: bool = False
+
+    @property
+    def results(self) -> frozenset[int]:
+        """The values that it returns, or leaves in containers and objects among its arguments."""
+        left = (n for change in self.changes for n in change.values)
+        return frozenset(n for n in (*self.outputs, *left) if n is not None)
 
 
 ROOT: Path = (("", 0),)

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
+from meshwright.calls.changes import changed_items
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
 from meshwright.calls.hook import Forward
 from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor, RowShard, sized
 from meshwright.calls.stage import OPEN, STUB, StageProgram
-from meshwright.calls.structure import lists_in, map_tensors, tensors_of
+from meshwright.calls.structure import map_tensors, put_tensors, tensors_of
 from meshwright.calls.stub import stub
 from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
@@ -181,8 +182,6 @@ class StageInterpreter(Tracer):
     def _open_call(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call and traces its functions."""
         closed, unit = self.closed, isinstance(forward.module, FSDPModule)
-        lists = lists_in((args, kwargs)) if path in self.graph.calls and self.graph.calls[path].grown else []
-        lengths = [len(x) for x in lists]
         self._open_units += unit
         result = self.follow(path, forward.open, args, kwargs)
         self._open_units -= unit
@@ -190,14 +189,16 @@ class StageInterpreter(Tracer):
             self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
             result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
-            self._record_appended(call, lists, lengths)
+            self._record_changes(call, (args, kwargs))
         return result
 
     def _run_call(self, path: Path, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call untraced; on a stream, it only begins."""
         place = self.program.place(call.start)
         model_args = args, kwargs
-        args, kwargs = map_tensors(lambda t: self._tensor_of(t, place), model_args)
+        # What the call changes must be the model's own containers and objects, not copies.
+        put = put_tensors if call.changes else map_tensors
+        args, kwargs = put(lambda t: self._tensor_of(t, place), model_args)
         self._values.wait_for_inputs(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
@@ -210,22 +211,22 @@ class StageInterpreter(Tracer):
             result = run(*args, **kwargs) if not place else self._run_in_branch(place, run, args, kwargs)
         finally:
             self.closed -= 1
+        self._record_changes(call, (args, kwargs))
         return self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs), place)
 
-    def _record_appended(self, call: Call, lists: list[list[Any]], lengths: list[int]) -> None:
-        """Adds the values that an untraced call appended to lists among its arguments.
-
-        Args:
-            lists: the lists among its arguments; ``lengths``: their lengths before the call.
-        """
-        for grown in call.grown:
-            new = tensors_of(lists[grown.which][lengths[grown.which] :])
-            if len(new) != len(grown.values):
+    def _record_changes(self, call: Call, arguments: Any) -> None:
+        """Adds the values that an untraced call left in containers and objects among its arguments."""
+        for change in call.changes:
+            try:
+                tensors = tensors_of(changed_items(change, arguments))
+            except LookupError:
+                tensors = []
+            if len(tensors) != len(change.values):
                 raise PathError(
-                    f"{spelled(call.path)} appended {len(new)} tensors to a list, "
-                    f"but {len(grown.values)} in the recorded forward"
+                    f"{spelled(call.path)} left {len(tensors)} tensors in an argument, "
+                    f"but {len(change.values)} in the recorded forward"
                 )
-            for t, number in zip(new, grown.values, strict=True):
+            for t, number in zip(tensors, change.values, strict=True):
                 self._record_value(t, number, call.start)
 
     def _run_in_branch(

@@ -171,25 +171,26 @@ class StageProgram:
 
     def _treatment(self, call: Call) -> str:
         """``RUN``, ``STUB`` or ``OPEN`` for a call."""
-        graph, visible = self.graph, {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        inside = range(call.start, call.stop)
+        graph, inside = self.graph, range(call.start, call.stop)
+        # In a branch a rank may have some rows only, but the model's containers and objects hold values with all rows.
+        followed = call.visible or (bool(call.changes) and any(map(self.place, inside)))
         values = [n for p in inside for n in graph.values_made_by(p)]
         used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
         events_here = sum(map(self.runs, inside))
         if not (self.shared_draws | self.other_stage_draws).isdisjoint(inside):  # every rank draws
             return OPEN
         all_here = call.start < call.stop and events_here == len(inside)
-        if all_here and len({self.place(p) for p in inside}) == 1 and not call.visible:
+        if all_here and len({self.place(p) for p in inside}) == 1 and not followed:
             needed = {*used_outside, *({*self.out, *self.joined} & set(values))}
-            hidden = any(n not in visible for n in needed) or self._memory_used_later(inside)
+            hidden = not needed <= call.results or self._memory_used_later(inside)
             return OPEN if hidden else RUN
         if call.start == call.stop or events_here or call.fresh:
             return OPEN
         if call.acts:  # Python reads a value that this rank does not have
             return STUB
-        if call.visible:
+        if followed:
             return OPEN
-        if any(n not in visible or n in call.stashed for n in used_outside):
+        if any(n not in call.results or n in call.stashed for n in used_outside):
             return OPEN
         for p in inside:
             before = graph.overwritten(graph.events[p])
@@ -208,7 +209,7 @@ class StageProgram:
         """Whether a call may run concurrently with later events: nothing but its result shows that it has run."""
         events = self.graph.events[call.start : call.stop]
         ordinary = not any(e.mean_loss or draws(e.function) for e in events)
-        return ordinary and self.treatments[call.path] == RUN and not call.fresh and not call.stashed
+        return ordinary and self.treatments[call.path] == RUN and not (call.fresh or call.stashed or call.changes)
 
     def _first_use(self, call: Call) -> int:
         """The first position after a call at which something takes one of its values."""

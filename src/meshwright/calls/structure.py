@@ -186,28 +186,6 @@ def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], d
     return copies[id(leaf)]
 
 
-def lists_in(value: Any) -> list[list[Any]]:
-    """Every list within tuples, lists and dicts, and within plain objects in these, in a fixed order."""
-    lists: list[list[Any]] = []
-
-    def look(item: Any, depth: int) -> None:
-        if isinstance(item, list):
-            lists.append(item)
-        if depth and isinstance(item, (list, tuple)):
-            inner = list(item)
-        elif depth and isinstance(item, dict):
-            inner = list(item.values())
-        elif depth and not isinstance(item, Tensor) and _may_hold(item) and hasattr(item, "__dict__"):
-            inner = list(vars(item).values())
-        else:
-            return
-        for part in inner:
-            look(part, depth - 1)
-
-    look(value, _DEPTH)
-    return lists
-
-
 def is_scripted(module: nn.Module) -> bool:
     """Whether torch.jit made a module. Its state is not in Python attributes, and no forward leaves a value of ours on it."""
     return isinstance(module, torch.jit.ScriptModule)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.calls.structure import lists_in, put_tensors, tensors_of
-from meshwright.graph import Call, ModelGraph
+from meshwright.calls.changes import make_changes
+from meshwright.calls.placeholder import PathError
+from meshwright.calls.structure import put_tensors, tensors_of
+from meshwright.graph import Call, ModelGraph, spelled
 
 
 def stub(
@@ -28,6 +30,9 @@ def stub(
         args, kwargs: of the call in this forward.
         stand_in: (number of a value, its recorded tensor) → the tensor that stands for the value on this rank.
         mark: (tensor, number): marks a tensor as the value with this number.
+
+    Raises:
+        PathError: what the call changes in its arguments is not what it was before the recorded call.
     """
     memo: dict[int, Any] = {}  # id of a recorded object → the object in its place, as deepcopy takes it
     recorded_tensors, tensors = call.argument_tensors, tensors_of((args, kwargs))
@@ -39,7 +44,7 @@ def stub(
     for old, new in (*positional, *named):
         if not isinstance(old, (Tensor, str, int, float, bool, type(None))):
             memo[id(old)] = new
-    parts = [(call.returned, call.outputs), *((grown.items, grown.values) for grown in call.grown)]
+    parts = [(call.returned, call.outputs), *((change.items, change.values) for change in call.changes)]
     for value, numbers in parts:
         for t, number in zip(tensors_of(value), numbers, strict=True):
             # A result that is an argument, maybe written to, is this rank's argument itself.
@@ -47,9 +52,13 @@ def stub(
                 mark(memo[id(t)], number)
             elif number is not None:
                 memo[id(t)] = stand_in(number, t)
-    lists = lists_in((args, kwargs)) if call.grown else []
-    for grown in call.grown:
-        lists[grown.which].extend(copy.deepcopy(grown.items, memo))
+    try:
+        make_changes(call.changes, (args, kwargs), memo)
+    except LookupError as missing:
+        raise PathError(
+            f"{spelled(call.path)} runs on other ranks, and an item of its arguments, {missing}, is not what it "
+            "was before this call in the recorded forward"
+        ) from missing
     return copy.deepcopy(call.returned, memo)
 
 
@@ -67,7 +76,7 @@ def without_values(graph: ModelGraph) -> None:
             arguments=put_tensors(shapes.bare, call.arguments),
             argument_tensors=tuple(None if t is None else shapes.bare(t) for t in call.argument_tensors),
             returned=put_tensors(shapes.bare, call.returned),
-            grown=tuple(replace(grown, items=put_tensors(shapes.bare, grown.items)) for grown in call.grown),
+            changes=tuple(replace(change, items=put_tensors(shapes.bare, change.items)) for change in call.changes),
         )
     graph.outputs = {at: put_tensors(shapes.bare, outputs) for at, outputs in graph.outputs.items()}
 
@@ -99,7 +108,7 @@ def _has_graph(t: Tensor) -> bool:
 
 def _without_unused_arguments(call: Call) -> Call:
     """A call without the arguments that hold values and are no part of its result."""
-    results = (call.returned, [grown.items for grown in call.grown])
+    results = (call.returned, [change.items for change in call.changes])
     # deepcopy enters every object that it copies into the memo. Tensors are not copied here; each has another object as its
     # copy, because deepcopy does not enter a tuple all of whose items stayed the same.
     memo: dict[int, Any] = {id(t): object() for t in tensors_of(results)}

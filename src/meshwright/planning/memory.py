@@ -219,7 +219,7 @@ def _looked_into(graph: ModelGraph, call: Call) -> bool:
     if call.path == ROOT or (call.visible and not call.counts) or call.fresh:
         return True
     inside = range(call.start, call.stop)
-    returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)} - {*call.stashed}
+    returned = call.results - call.stashed
     unreturned = (n for p in inside for n in graph.values_made_by(p) if n not in returned)
     return any(p not in inside for n in unreturned for p in graph.consumers.get(n, ()))
 
@@ -271,8 +271,7 @@ def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
         if not call.acts or call.path == ROOT:
             continue
         inside = range(call.start, call.stop)
-        returned = {*call.outputs, *(n for grown in call.grown for n in grown.values)}
-        unreturned = {n: p for p in inside for n in graph.values_made_by(p) if n not in returned}
+        unreturned = {n: p for p in inside for n in graph.values_made_by(p) if n not in call.results}
         uses = [
             (position, p) for n, position in unreturned.items() for p in graph.consumers.get(n, ()) if p >= call.stop
         ]

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import model_line
+from meshwright.calls.changes import Holders, holders_in
 from meshwright.calls.hook import Forward
-from meshwright.calls.structure import copied_structure, holds_code, lists_in, map_tensors, tensors_of
+from meshwright.calls.structure import copied_structure, holds_code, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, memory_of, slot_tensors
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_within
 from meshwright.errors import PlanError
-from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
-from meshwright.planning.kept import contents
+from meshwright.planning.kept import own_attributes
 from meshwright.planning.kept_uses import KeptUses
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.planning.spent import Cost, Spent
@@ -68,6 +69,8 @@ class Recorder(Tracer):
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._entered: dict[Path, int] = {}  # call → how many ops had run when it began
         self._count = 0  # how many tensors are values
+        self._on_modules: set[int] = set()  # values that attributes of modules held when a call ended
+        self._older: dict[int, Any] = {}  # id → container or object that is older than the forward
         self.asked: set[int] = set()
         self.told: list[Any] = []
         self._parameters = {id(p): n for n, p in model.named_parameters()}
@@ -88,28 +91,29 @@ class Recorder(Tracer):
         call.argument_tensors = tuple(tensors_of(call.arguments))
         self._entered[path] = self.memory.ticks
         arguments = set(map(id, call.argument_tensors))
-        before, lists, tick = self._state(call.arguments), lists_in(call.arguments), self.memory.ticks
-        lengths = [len(x) for x in lists]
+        if path == ROOT:  # what is older than the forward: its batch, and what modules keep
+            attributes = [vars(m)[key] for m in self._model.modules() for key in own_attributes(vars(m))]
+            self._older = holders_in([attributes, args, kwargs])
+        holders, slots, tick = Holders(call.arguments), self.kept.contents(), self.memory.ticks
         numbers = host_drawn(self._generators_of_host) if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        (containers, slots), (containers_now, slots_now) = before, self._state(call.arguments)
-        call.visible = containers != containers_now or self._wrote_to_the_batch(tick)
+        call.changes, complete = holders.changes(self.number, self._older)
+        # Who takes a value from where the call left it finds it there, on every stage; unless a module keeps it as well.
+        call.stashed -= {n for change in call.changes for n in change.values if n not in self._on_modules}
+        slots_now = self.kept.contents()
+        call.visible = not complete or self._wrote_to_the_batch(tick)
         self.kept.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.draws_host = graph.draws and host_drawn(self._generators_of_host) != numbers
         call.visible |= call.draws_host
-        call.grown = tuple(
-            Grown(i, x[n:], tuple(map(self.number, tensors_of(x[n:]))))
-            for i, (x, n) in enumerate(zip(lists, lengths, strict=True)) if len(x) > n
-        )  # fmt: skip
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
         # With other values, its path may be one that draws.
         call.draws_host |= graph.draws and call.acts and bool(host_generators(module))
         call.stop = len(graph.events)
         call.returned = copied_structure(result, {*map(id, args), *map(id, kwargs.values())})
         call.outputs = tuple(self.number(t) for t in tensors)
-        call.fresh = holds_code((result, [grown.items for grown in call.grown])) or any(
+        call.fresh = holds_code((result, [change.items for change in call.changes])) or any(
             n is None and (id(t) not in arguments or isinstance(t, nn.Parameter))
             for n, t in zip(call.outputs, tensors, strict=True)
         )
@@ -155,10 +159,6 @@ class Recorder(Tracer):
         self._new(t, len(self.graph.events) - 1)
         return t
 
-    def _state(self, arguments: Any) -> tuple[Any, dict[Slot, Any]]:
-        """What a call may change besides its result: the contents of containers among its arguments, and of the slots."""
-        return contents(arguments), self.kept.contents()
-
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether an op after number ``tick`` wrote to older memory that is computed from the batch alone."""
         values = {*self._named, *self.shared, *self._parameter_memory}
@@ -168,7 +168,9 @@ class Recorder(Tracer):
         """Adds to ``stashed`` of a call, and of the calls around it, the values that the call made and that can be reached
         without its result: from attributes of its module, or from its arguments."""
         attributes = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
-        reachable = {n for t in tensors_of([attributes, args, kwargs]) if (n := self.number(t)) is not None}
+        kept = {n for t in tensors_of(attributes) if (n := self.number(t)) is not None}
+        self._on_modules |= kept
+        reachable = kept | {n for t in tensors_of([args, kwargs]) if (n := self.number(t)) is not None}
         stashed = frozenset(n for n in reachable if self.graph.values[n].position >= call.start)
         if stashed:
             for depth in range(1, len(call.path) + 1):

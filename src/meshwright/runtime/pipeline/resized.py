@@ -121,9 +121,14 @@ def _same_call(a: Call, b: Call) -> bool:
     """Whether two calls of a module are equal, apart from sizes."""
     fields = "module start stop outputs fresh stashed visible acts leaf".split()
     same = all(getattr(a, name) == getattr(b, name) for name in fields)
-    same = same and [(g.which, g.values) for g in a.grown] == [(g.which, g.values) for g in b.grown]
-    structures = [(c.returned, [g.items for g in c.grown]) for c in (a, b)]
+    same = same and _where_changed(a) == _where_changed(b)
+    structures = [(c.returned, [change.items for change in c.changes]) for c in (a, b)]
     return same and bool(_constants(structures[0], _DEPTH) == _constants(structures[1], _DEPTH))
+
+
+def _where_changed(call: Call) -> list[Any]:
+    """What a call changes among its arguments, but for the new items."""
+    return [(change.where, change.removed, change.before, change.values) for change in call.changes]
 
 
 def _constants(x: Any, depth: int) -> Any:

@@ -1,0 +1,183 @@
+"""What a call of a module changes in containers and plain objects among its arguments: a cache, a list of hidden states.
+
+A recording finds these changes (``Holders``). On ranks that do not run the call, ``make_changes`` makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.calls.structure import attributes_in, holds_code, is_constant, is_plain_object, snapshot, tensors_of
+from meshwright.graph import Change, Step
+
+_DEPTH = 8  # levels of containers and objects: (args, kwargs), kwargs, a cache, a part of it, its layers, a layer
+
+
+class Holders:
+    """The containers and objects among the arguments of a call, with their items before the call.
+
+    Args:
+        arguments: (args, kwargs) of the call.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._before = [(where, holder, _items(holder)) for where, holder in _holders(arguments)]
+        self._ids = {id(holder) for _, holder, _ in self._before if not isinstance(holder, tuple)}
+
+    def changes(
+        self, number: Callable[[Tensor], int | None], lasting: Container[int]
+    ) -> tuple[tuple[Change, ...], bool]:
+        """What has changed since.
+
+        Args:
+            number: a tensor → the number of its value; None if it is no value.
+            lasting: ids of containers and objects that are older than the forward. Their changes count in the next forward too.
+
+        Returns:
+            (the changes that ``make_changes`` can make; whether these are all changes).
+        """
+        changed = [one for one in self._before if not _same_items(one[2], _items(one[1]))]
+        found = [_change(*one) for one in changed]
+        complete = None not in found and not any(id(holder) in lasting for _, holder, _ in changed)
+        changes = [change for change in found if change is not None]
+        complete = complete and not any(
+            id(holder) in self._ids for change in changes for _, holder in _holders(change.items)
+        )
+        # One snapshot of all items, as an object may be an item of several containers.
+        items = snapshot([change.items for change in changes], _unchanged)
+        numbers = [tuple(map(number, tensors_of(one))) for one in items]
+        complete = complete and not any(None in one for one in numbers) and not holds_code(items)
+        return tuple(map(Change.with_items, changes, items, numbers)), complete
+
+
+def holders_in(value: Any) -> dict[int, Any]:
+    """id → container or object, for all within ``value`` that can change."""
+    return {id(holder): holder for _, holder in _holders(value) if not isinstance(holder, tuple)}
+
+
+def changed_items(change: Change, arguments: Any) -> list[Any]:
+    """The items that a change is about, among the arguments of a call that has run.
+
+    Raises:
+        LookupError: there is no such item.
+    """
+    holder = _at(change.where, arguments)
+    if isinstance(holder, list):
+        return holder[len(holder) - len(change.items) :]
+    table = _table(holder)
+    return [table[key] for key in change.items]
+
+
+def make_changes(changes: Sequence[Change], arguments: Any, memo: dict[int, Any]) -> None:
+    """Makes the recorded changes of a call that does not run on this rank.
+
+    Args:
+        arguments: (args, kwargs) of the call in this forward.
+        memo: id of a recorded tensor → the tensor in its place, as ``copy.deepcopy`` takes it.
+
+    Raises:
+        LookupError: an item is not what it was before the recorded call.
+    """
+    for change in changes:
+        holder, items = _at(change.where, arguments), copy.deepcopy(change.items, memo)
+        if isinstance(holder, list):
+            holder.extend(items.values())
+            continue
+        table = _table(holder)
+        for key, before in change.before.items():
+            if _constant(table, key) != before:
+                raise LookupError(key)
+        for key in change.removed:
+            del table[key]
+        table.update(items)
+
+
+# --- containers and objects -------------------------------------------------------------------------------------------
+
+
+def _holders(value: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    """(the path to it, container or object) for each within ``value``, each once."""
+    seen: set[int] = set()
+
+    def look(item: Any, where: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], Any]]:
+        if not _is_holder(item) or id(item) in seen or len(where) > _DEPTH:
+            return
+        seen.add(id(item))
+        yield where, item
+        of_object = not isinstance(item, (dict, list, tuple, set, deque))
+        for key, part in _items(item).items():
+            yield from look(part, (*where, (of_object, key)))
+
+    return look(value, ())
+
+
+def _is_holder(item: Any) -> bool:
+    """Whether an item is a container, or an object that is no tensor, module, class or function."""
+    if isinstance(item, (dict, list, tuple, set, deque)):
+        return True
+    if is_constant(item) or isinstance(item, (Tensor, nn.Module, type)) or callable(item):
+        return False
+    return hasattr(item, "__dict__") or is_plain_object(item)
+
+
+def _items(holder: Any) -> dict[Any, Any]:
+    """Key → item of a container; name → attribute of an object."""
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, set):
+        return {id(item): item for item in holder}
+    return dict(enumerate(holder)) if isinstance(holder, (list, tuple, deque)) else dict(attributes_in(holder))
+
+
+def _table(holder: Any) -> MutableMapping[Any, Any]:
+    """The items of a dict, or the attributes of an object, to write to."""
+    return holder if isinstance(holder, dict) else attributes_in(holder)
+
+
+def _at(where: Sequence[Step], arguments: Any) -> Any:
+    """The container or object at a path."""
+    for of_object, key in where:
+        arguments = attributes_in(arguments)[key] if of_object else arguments[key]
+    return arguments
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def _change(where: tuple[Step, ...], holder: Any, before: dict[Any, Any]) -> Change | None:
+    """The change of a container or object; None if ``make_changes`` cannot make it."""
+    now = _items(holder)
+    items = {key: item for key, item in now.items() if key not in before or not _same(before[key], item)}
+    removed = tuple(key for key in before if key not in now)
+    if type(holder) is list:
+        appended = not removed and min(items) >= len(before)
+        return Change(where, items) if appended else None
+    if type(holder) is dict or is_plain_object(holder):
+        return Change(where, items, removed, {key: _constant(before, key) for key in (*items, *removed)})
+    return None
+
+
+def _same_items(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same(item, b[key]) for key, item in a.items())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two items are the same object, or equal constants."""
+    return a is b or (type(a) is type(b) and is_constant(a) and bool(a == b))
+
+
+def _constant(table: MutableMapping[Any, Any], key: Any) -> Any:
+    """(type, value) of a constant among items; the type alone of another item; None if there is none."""
+    if key not in table:
+        return None
+    item = table[key]
+    return (type(item), item) if is_constant(item) else type(item)
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
