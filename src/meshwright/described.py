@@ -77,6 +77,20 @@ def tensors_within(value: Any) -> list[Tensor]:
     return tensors
 
 
+def map_within(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """``value`` with ``fn(t)`` in place of each tensor t in containers, in the order of ``tensors_within``."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return fn(value)
+    if kind is tuple or kind is list:  # most calls: these branches take a tenth of pytree's time
+        return kind([map_within(fn, item) for item in value])
+    if kind is dict:
+        return {key: map_within(fn, item) for key, item in value.items()}
+    return pytree.tree_map_only(Tensor, fn, value)
+
+
 def _look(value: Any, tensors: list[Tensor]) -> None:
     kind = type(value)
     if kind in _PLAIN:

@@ -27,8 +27,8 @@ from meshwright.calls.structure import map_tensors, put_tensors, tensors_of
 from meshwright.calls.stub import stub
 from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
+from meshwright.described import map_within, tensors_within
 from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
-from meshwright.private import pytree
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of, target_of
 
 
@@ -388,8 +388,8 @@ class StageInterpreter(Tracer):
         place = self.program.place(position)
         place = place if place in self.program.rank_places else 0
         model_args = args, kwargs
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._tensor_of(t, place), (args, kwargs))
-        placeholders = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Placeholder))
+        args, kwargs = map_within(lambda t: self._tensor_of(t, place), (args, kwargs))
+        placeholders = (t for t in tensors_within((args, kwargs)) if isinstance(t, Placeholder))
         if (missing := next(placeholders, None)) is not None:
             raise self.unavailable(missing._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
@@ -420,8 +420,7 @@ class StageInterpreter(Tracer):
         """
         position = self.graph.positions[event.path, event.index]
         recorded_result = self.graph.outputs[event.path, event.index]
-        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        recorded = [t for t in pytree.tree_leaves(recorded_result) if isinstance(t, Tensor)]
+        results, recorded = tensors_within(result), tensors_within(recorded_result)
         if len(results) != len(event.outputs):
             raise PathError(
                 f"{event.function} at {event.line} gave {len(results)} tensors, but {len(event.outputs)} were recorded"
@@ -491,7 +490,7 @@ class StageInterpreter(Tracer):
                 return RemoteTensor(self.graph.like(number, t), self, number, self.device)
             return t if number is None else self._stand_in(number, t)
 
-        return pytree.tree_map_only(Tensor, stand_in, recorded)
+        return map_within(stand_in, recorded)
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
@@ -510,7 +509,7 @@ class StageInterpreter(Tracer):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
         if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
-            args, kwargs = pytree.tree_map_only(Tensor, self._tensor_of, (args, kwargs))
+            args, kwargs = map_within(self._tensor_of, (args, kwargs))
         if self._unrecorded and not is_fact(func):
             self._has_parameters((args, kwargs), label_of(func))
         return func(*args, **kwargs)
@@ -518,7 +517,7 @@ class StageInterpreter(Tracer):
     def _has_parameters(self, arguments: Any, function: str) -> None:
         """Raises a PathError if one of the arguments is a parameter of another stage. (Torch computes with it, on the CPU,
         and gives any numbers.)"""
-        if any(isinstance(t, nn.Parameter) and t.is_meta for t in pytree.tree_leaves(arguments)):
+        if any(isinstance(t, nn.Parameter) and t.is_meta for t in tensors_within(arguments)):
             raise path_errors.elsewhere(self._name(self.program.stage), function, model_line())
 
     def may_be_passed(self) -> bool:

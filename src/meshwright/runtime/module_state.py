@@ -50,23 +50,27 @@ class ModuleState:
         self._module = module
         self._parameters = [_Written.of(p) for p in parameters]
         self._contents: list[tuple[_Holder, Any]] = []  # (container, its content)
+        self._copied: list[bool] = []  # for each container, whether there are copied tensors in it
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor → (the tensor, its copy)
         for holder in holders(module):
             self._contents.append((holder, content_of(holder)))
-            for value in _values(holder):
-                self._copy_within(value)
+            copied = [self._copy_within(value) for value in _values(holder)]
+            self._copied.append(any(copied))
 
     def now(self) -> ModuleState:
         """A new snapshot of the same module and parameters."""
         return ModuleState(self._module, [p.parameter for p in self._parameters])
 
-    def _copy_within(self, value: Any) -> None:
-        """Copies a tensor, or the tensors in a tuple."""
+    def _copy_within(self, value: Any) -> bool:
+        """Copies a tensor, or the tensors in a tuple. Returns whether there is a copy of one."""
         if isinstance(value, tuple):
-            for item in value:
-                self._copy_within(item)
-        elif is_state(value) and not value.requires_grad and id(value) not in self._copies:
+            copied = [self._copy_within(item) for item in value]
+            return any(copied)
+        if not is_state(value) or value.requires_grad:
+            return False
+        if id(value) not in self._copies:
             self._copies[id(value)] = value, _copy(value)
+        return True
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -75,15 +79,17 @@ class ModuleState:
         before = [(holder, content_of(holder)) for holder, _ in self._contents]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [_Written.of(p.parameter) for p in self._parameters]
-        for holder, content in self._contents:
-            fill(holder, content, copies)
+        for (holder, content), copied in zip(self._contents, self._copied, strict=True):
+            if copied or not _has_content(holder, content):
+                fill(holder, content, copies)
         for p in self._parameters:
             p.restore()
         try:
             yield
         finally:
             for holder, content in before:
-                fill(holder, content)
+                if not _has_content(holder, content):
+                    fill(holder, content)
             for p in written:
                 p.restore()
 
@@ -289,6 +295,15 @@ def _values(holder: _Holder) -> list[Any]:
 def content_of(holder: _Holder) -> Any:
     """A shallow copy of a container's items, for ``fill``."""
     return dict(holder) if isinstance(holder, MutableMapping) else list(holder)
+
+
+def _has_content(holder: _Holder, content: Any) -> bool:
+    """Whether a container has just the items of ``content``, in this order. Most have, and need no ``fill``."""
+    if len(holder) != len(content):
+        return False
+    if isinstance(holder, MutableMapping):
+        return all(map(is_, holder.values(), content.values())) and list(holder) == list(content)
+    return all(map(is_, holder, content))
 
 
 def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
