@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.checkpoint.lazy_tensor import InMemory, LazyTensor, read_slices
 from meshwright.checkpoint.tensorfiles import TensorSpec, open_folder, write_file
-from meshwright.checkpoint.unread import InMemory, LazyTensor, read_slices
 from meshwright.errors import PlanError
 from meshwright.recipe import take_slices
 from meshwright.workers.pool import WorkerError

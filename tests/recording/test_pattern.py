@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.recording.alike import tolerance_of
 from meshwright.recording.causes import CAUSES, PAGE
 from meshwright.recording.folder import Seen
 from meshwright.recording.joined import joined
 from meshwright.recording.meaning import Facts, grouped
 from meshwright.recording.pattern import Pattern, pattern_of
+from meshwright.recording.tolerance import tolerance_of
 from meshwright.recording.verdict import Wrong
 
 E = torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -41,7 +41,7 @@ SETS = {
     "deferred/__init__.py": "hooks of the model's parameters, back on them",
     "planning/units.py": "parameters of the model's modules, back after their unit",
     "runtime/weights/parameters.py": "parameters of the model's modules",
-    "runtime/pipeline/own_constants.py": "attributes of the model's modules",
+    "runtime/pipeline/stage_constants.py": "attributes of the model's modules",
     "runtime/coupling/untouched.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",

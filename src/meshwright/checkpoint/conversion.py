@@ -3,7 +3,7 @@
     names of the folder ─► transformers' own renamings and converters ─► a base model's prefix ─► names of the model
 
 The folder of a transformers model may have other names than the model has now, or other tensors, such as one for each
-expert's weight. Transformers' own table of conversions is then applied to lazy tensors (see unread.py). For any other model,
+expert's weight. Transformers' own table of conversions is then applied to lazy tensors (lazy_tensor.py). For any other model,
 names are compared directly; if they differ by a prefix, the prefix that makes the most names match is added or removed.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.checkpoint.unread import InMemory, LazyTensor
+from meshwright.checkpoint.lazy_tensor import InMemory, LazyTensor
 
 Values = Callable[[], Mapping[str, LazyTensor]]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from meshwright.checkpoint.load import Stored
-from meshwright.checkpoint.talk import RankAgreement
+from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, TensorSpec, write_file
 from meshwright.errors import CheckpointError, Findings
 from meshwright.names import by_number

@@ -27,9 +27,9 @@ from meshwright.checkpoint.contents import (
 )
 from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
+from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
 from meshwright.checkpoint.staging import Staging
-from meshwright.checkpoint.talk import RankAgreement
 from meshwright.errors import CheckpointError, Finding, Findings
 from meshwright.generators import Generators
 from meshwright.mesh import Mesh

@@ -21,9 +21,9 @@ from meshwright.checkpoint.contents import Contents, LocalParameter
 from meshwright.checkpoint.folder import Manifest, before, find, read_manifest
 from meshwright.checkpoint.folder import verify as check
 from meshwright.checkpoint.pieces import Piece, PieceLoader
+from meshwright.checkpoint.rank_agreement import RankAgreement, without_warning
 from meshwright.checkpoint.save import RUN, loaded
 from meshwright.checkpoint.storage import Reader, read_metadata
-from meshwright.checkpoint.talk import RankAgreement, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings, nearest
 
 _SHOWN = 8  # most missing names, and most unexpected names, that an error lists one by one

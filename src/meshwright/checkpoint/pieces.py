@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from meshwright.checkpoint.folder import OnProgress, ignore_progress
-from meshwright.checkpoint.talk import raising_plain_errors
+from meshwright.checkpoint.rank_agreement import raising_plain_errors
 from meshwright.recipe import Slices
 
 Offsets = tuple[int, ...]

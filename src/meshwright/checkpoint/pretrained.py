@@ -3,7 +3,7 @@
     folder ─► headers ─► names ─► every problem at once ─► this rank's slices, one parameter at a time
 
 Beyond its parameters, a rank needs memory for the one slice that is being copied. If transformers' conversion of a tensor
-does not work on slices (most do, see unread.py), a rank needs memory for that whole tensor.
+does not work on slices (most do, see lazy_tensor.py), a rank needs memory for that whole tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.conversion import Matched, Source, Values, matched
 from meshwright.checkpoint.folder import OnProgress, ignore_progress
-from meshwright.checkpoint.talk import RankAgreement
+from meshwright.checkpoint.lazy_tensor import LazyTensor, read_slices
+from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import open_folder
-from meshwright.checkpoint.unread import LazyTensor, read_slices
 from meshwright.errors import Finding, Findings, nearest
 from meshwright.names import fold_names
 from meshwright.recipe import ParameterRecipe, Slices

@@ -29,9 +29,9 @@ from meshwright.checkpoint.contents import OptimizerContents
 from meshwright.checkpoint.folder import Manifest, begin, described, publish, write_file
 from meshwright.checkpoint.lock import Lock, hold
 from meshwright.checkpoint.pieces import Piece, PieceSaver
+from meshwright.checkpoint.rank_agreement import RankAgreement, because, cause, without_warning
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.storage import METADATA, Writer
-from meshwright.checkpoint.talk import RankAgreement, because, cause, without_warning
 from meshwright.errors import CheckpointError, Finding, Findings
 
 RUN = "run.pt"

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright.checkpoint.folder import File, OnProgress, described, ignore_progress
-from meshwright.checkpoint.talk import raising_plain_errors
+from meshwright.checkpoint.rank_agreement import raising_plain_errors
 
 METADATA = ".metadata"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.unread import FromFile, LazyTensor
+from meshwright.checkpoint.lazy_tensor import FromFile, LazyTensor
 from meshwright.errors import Findings
 from meshwright.layout import in_one_dim
 

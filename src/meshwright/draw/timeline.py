@@ -225,13 +225,13 @@ def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
         seen: what the first rank of each index of the pipeline axis has observed, in the order of that axis.
     """
     schedule = _schedule(recipe)
-    first = min((start for observed in seen for _, start, _ in observed.did), default=0.0)
+    first = min((start for observed in seen for _, start, _ in observed.activities), default=0.0)
     seen = [observed.since(first) for observed in seen]
     arrived = [dict(observed.arrived) for observed in seen]
     slots, transfers, exchanges = [], list[Transfer](), list[Exchange]()
     for line, observed in enumerate(seen):
         slots.append(_measured_slots(observed))
-        starts = {activity: start for activity, start, _ in observed.did}
+        starts = {activity: start for activity, start, _ in observed.activities}
         exchanges += [Exchange(line, c.axis, c.kind, c.start, c.stop, c.bytes) for c in observed.collectives]
         for send, nbytes in observed.sent:
             assert send.other is not None
@@ -245,9 +245,9 @@ def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
 
 def _measured_slots(seen: Seen) -> list[Slot]:
     """The slots of a rank, in order. The time of the step before the first action is ``begin``, after the last one ``end``."""
-    actions = [(start, stop) for activity, start, stop in seen.did if isinstance(activity, Action)]
+    actions = [(start, stop) for activity, start, stop in seen.activities if isinstance(activity, Action)]
     spans: list[tuple[float, float, Action | str]] = []
-    for activity, start, stop in seen.did:
+    for activity, start, stop in seen.activities:
         if activity != "step":
             spans.append((start, stop, activity))
         elif actions:

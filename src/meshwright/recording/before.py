@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.errors import nearest
-from meshwright.recording.alike import OTHER_TYPE, RELATIVE
 from meshwright.recording.pairs import Pair, StepFacts, is_tensor
 from meshwright.recording.pattern import Pattern
+from meshwright.recording.tolerance import OTHER_TYPE, RELATIVE
 from meshwright.recording.verdict import Wrong
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.lazy_tensor import LazyTensor
 from meshwright.checkpoint.tensorfiles import open_folder
-from meshwright.checkpoint.unread import LazyTensor
 from meshwright.errors import CheckpointError, Finding
 
 MANIFEST = "manifest.json"

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshwright.recording.alike import Tolerance, largest, wide
 from meshwright.recording.folder import Seen
 from meshwright.recording.pattern import Pattern, pattern_of
+from meshwright.recording.tolerance import Tolerance, largest, wide
 
 
 @dataclass(frozen=True)

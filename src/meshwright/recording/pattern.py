@@ -21,7 +21,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from meshwright.recording.alike import RELATIVE, Tolerance, largest, norm, wide
+from meshwright.recording.tolerance import RELATIVE, Tolerance, largest, norm, wide
 
 _LEAST = 4  # fewest elements of a block that may have a factor: fewer elements fit any factor by chance
 _MOST_BLOCKS = 64  # most blocks of a dim that are tried: smaller blocks fit by chance, and trying all orders takes long

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from meshwright.names import few, fold_names
-from meshwright.recording.alike import FIT, Tolerance, largest, tolerance_of, wide
 from meshwright.recording.folder import Recorded, Seen
 from meshwright.recording.joined import Joined, joined
 from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern
+from meshwright.recording.tolerance import FIT, Tolerance, largest, tolerance_of, wide
 from meshwright.recording.verdict import Kind, Wrong
 
 _EXACT = 1e-6  # relative tolerance of weights, which are copied, and at most cast

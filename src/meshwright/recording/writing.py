@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.talk import RankAgreement
+from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import TensorSpec, in_order, write_file
 from meshwright.errors import Finding
 from meshwright.layout import in_one_dim

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.jobs import Owner
     from meshwright.checkpoint.load import Loaded
     from meshwright.checkpoint.pretrained import Pretrained
+    from meshwright.checkpoint.rank_agreement import RankAgreement
     from meshwright.checkpoint.save import Saving
     from meshwright.checkpoint.staging import Staging
-    from meshwright.checkpoint.talk import RankAgreement
 
 
 class Checkpoints:
@@ -92,6 +92,6 @@ class Checkpoints:
         return Owner.of_job(self._model, self._random, self._division.rows)
 
     def _agreement(self, on_progress: OnProgress) -> RankAgreement:
-        from meshwright.checkpoint.talk import RankAgreement
+        from meshwright.checkpoint.rank_agreement import RankAgreement
 
         return RankAgreement(self._model.groups.files, on_progress=on_progress)

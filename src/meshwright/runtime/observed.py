@@ -72,11 +72,11 @@ class Seen:
     """What one rank did in a step, in seconds.
 
     Attributes:
-        did: (action, or ``step``, ``clip``, ``optimizer`` and other phases; its start; its end).
+        activities: (action, or ``step``, ``clip``, ``optimizer`` and other phases; its start; its end).
         sent: (send, its bytes); ``arrived``: (receive, when it had arrived).
     """
 
-    did: tuple[tuple[Action | str, float, float], ...]
+    activities: tuple[tuple[Action | str, float, float], ...]
     sent: tuple[tuple[Action, int], ...]
     arrived: tuple[tuple[Action, float], ...]
     collectives: tuple[Collective, ...]
@@ -84,7 +84,7 @@ class Seen:
     def since(self, zero: float) -> Seen:
         """These facts, with times in seconds since ``zero``."""
         return Seen(
-            tuple((activity, start - zero, stop - zero) for activity, start, stop in self.did),
+            tuple((activity, start - zero, stop - zero) for activity, start, stop in self.activities),
             self.sent,
             tuple((action, when - zero) for action, when in self.arrived),
             tuple(replace(c, start=c.start - zero, stop=c.stop - zero) for c in self.collectives),
@@ -101,7 +101,7 @@ class Observer:
     def __init__(self, recipe: Recipe, groups: Groups, ledger: Ledger) -> None:
         self._recipe, self._groups, self._ledger = recipe, groups, ledger
         self._moments = Moments(groups.device)
-        self._did: list[tuple[Action | str, Moment, Moment]] = []
+        self._activities: list[tuple[Action | str, Moment, Moment]] = []
         self._sent: list[tuple[Action, int]] = []
         self._arrived: list[tuple[Action, Moment]] = []
         self._collectives: list[tuple[str, str, Moment, list[Moment], int, bool]] = []
@@ -115,7 +115,7 @@ class Observer:
         """Records the block as an action, or as a phase of the step."""
         start = self._moments.now()
         yield
-        self._did.append((activity, start, self._moments.now()))
+        self._activities.append((activity, start, self._moments.now()))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Observer:
             began.append(self._moments.now())
 
         def after(*_: Any) -> None:
-            self._did.append(("optimizer", began.pop(), self._moments.now()))
+            self._activities.append(("optimizer", began.pop(), self._moments.now()))
 
         with ExitStack() as stack:
             for optimizer in optimizers:
@@ -185,7 +185,7 @@ class Observer:
         """What was recorded, in seconds since ``zero``. Waits until the device has done it."""
         at = self._moments.seconds
         seen = Seen(
-            tuple((activity, at(start), at(stop)) for activity, start, stop in self._did),
+            tuple((activity, at(start), at(stop)) for activity, start, stop in self._activities),
             tuple(self._sent),
             tuple((action, at(moment)) for action, moment in self._arrived),
             tuple(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint import folder as checkpoints
 from meshwright.checkpoint.lock import PATIENCE, Lock, hold
-from meshwright.checkpoint.talk import RankAgreement
+from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.errors import Finding, NonFiniteError
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import mapped, moved

@@ -31,9 +31,9 @@ from meshwright.runtime.groups import as_bytes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
-from meshwright.runtime.pipeline.own_constants import StageConstants, other_stages_state_kept
-from meshwright.runtime.pipeline.own_numbers import StageGenerators
 from meshwright.runtime.pipeline.program import Call, Program
+from meshwright.runtime.pipeline.stage_constants import StageConstants, other_stages_state_kept
+from meshwright.runtime.pipeline.stage_generators import StageGenerators
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.runtime.rows.batch import copied, tensors_in
