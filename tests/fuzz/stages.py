@@ -21,7 +21,7 @@ from layouts import case
 from program import Case, Run
 from torch import nn
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UncutPathError
 from meshwright.parity.quiet import perturbed
 from meshwright.private import hooked
 
@@ -74,8 +74,8 @@ def _judged(run: Run, cuts: int | None) -> Verdict:
                 optimizer.step()
                 optimizer.zero_grad()
             found.states(step, staged)
-    except PlanError as error:
-        return Verdict(REFUSED, "PlanError", str(error))
+    except (PlanError, UncutPathError) as error:
+        return Verdict(REFUSED, type(error).__name__, str(error))
     except Exception as error:
         told = "cannot be made again: it differentiates" in str(error)  # a limit of torch's (see ``judge``)
         return Verdict(
