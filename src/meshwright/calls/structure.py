@@ -165,7 +165,16 @@ def snapshot(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:
-    return pytree.tree_map(lambda leaf: _copied(leaf, fn, copies, depth), item)
+    kind = type(item)
+    if kind in _PLAIN:
+        return item
+    if kind is tuple or kind is list:  # most containers: pytree takes ten times as long
+        return kind([_snapshot(part, fn, copies, depth) for part in item])
+    if kind is dict:
+        return {key: _snapshot(part, fn, copies, depth) for key, part in item.items()}
+    if kind in pytree.SUPPORTED_NODES:
+        return pytree.tree_map(lambda leaf: _copied(leaf, fn, copies, depth), item)
+    return _copied(item, fn, copies, depth)
 
 
 def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:

@@ -116,21 +116,23 @@ class _Product(torch.autograd.Function):
         deferred: _DeferredGradient,
         turned: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, w)
+        # As torch's own products do: a model may write to ``x`` afterwards, if its rows had to be copied.
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, w)
         ctx.deferred, ctx.turned, ctx.bias = deferred, turned, bias is not None
         out = functional.linear(x, w if turned else w.T, bias)
         return out.detach()  # not a view, which a model could not write to
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, w = ctx.saved_tensors
+        rows, w = ctx.saved_tensors
         turned = ctx.turned
         # A copy: autograd may use g's memory for a parameter's gradient, and add later microbatches there.
         output_grad = g.clone()
 
         def gradient() -> Tensor:
-            inputs, grads = x.reshape(-1, x.shape[-1]), output_grad.reshape(-1, g.shape[-1])
-            return grads.T @ inputs if turned else inputs.T @ grads
+            grads = output_grad.reshape(-1, g.shape[-1])
+            return grads.T @ rows if turned else rows.T @ grads
 
         ctx.deferred.gradient = gradient
         gx = (g @ w if turned else g @ w.T) if ctx.needs_input_grad[0] else None
