@@ -508,7 +508,8 @@ class StageInterpreter(Tracer):
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
-        if (self._stale or any(issubclass(t, Placeholder) for t in types)) and not is_fact(func):
+        foreign = not _ORDINARY.issuperset(types) and any(issubclass(t, Placeholder) for t in types)
+        if (self._stale or foreign) and not is_fact(func):
             args, kwargs = map_within(self._tensor_of, (args, kwargs))
         if self._unrecorded and not is_fact(func):
             self._has_parameters((args, kwargs), label_of(func))
@@ -525,6 +526,7 @@ class StageInterpreter(Tracer):
         return super().may_be_passed() and not self._stale and not self._unrecorded
 
 
+_ORDINARY = frozenset([Tensor, nn.Parameter])
 _DEVICE = Tensor.device.__get__
 # Facts for which the memory of a value must be filled.
 _READS_MEMORY = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator, MutableMapping
+from operator import is_not
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -356,7 +357,7 @@ def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int, around: tuple[in
     if depth and _is_object(leaf) and id(leaf) not in around:
         for key, item in list(vars(leaf).items()):
             new = _map(fn, item, depth - 1, (*around, id(leaf))) if _may_hold(item) else item
-            if any(a is not b for a, b in zip(pytree.tree_leaves(new), pytree.tree_leaves(item), strict=True)):
+            if new is not item and any(map(is_not, pytree.tree_leaves(new), pytree.tree_leaves(item))):
                 object.__setattr__(leaf, key, new)
     return leaf
 
