@@ -18,10 +18,10 @@ from meshwright.described import tensors_within
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, Grown, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
+from meshwright.planning.cost import Cost, Spent
 from meshwright.planning.kept import contents
 from meshwright.planning.kept_uses import KeptUses
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
-from meshwright.planning.spent import Cost, Spent
 from meshwright.private import storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
