@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 import meshwright
 from doubled import Doubled
 from meshwright import deferred
-from meshwright.planning.kept import Kept
 from meshwright.planning.meeting import Meeting
+from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.shadow import Shadow
 from meshwright.prediction.trace import Allocated, Freed, Resized
 from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
@@ -842,10 +842,10 @@ def test_ties_rest_on_the_table_of_a_modules_parameters() -> None:
 def test_what_a_forward_changed_is_put_back_by_the_table_of_a_modules_buffers() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("later", None)
-    kept, before = Kept(module), module.running_mean
+    snapshot, before = StateSnapshot(module), module.running_mean
     module.running_mean, module.later = torch.ones(2), torch.ones(1)
-    assert set(kept.changed(())) == {("", "running_mean"), ("", "later")}
-    kept.put_back()
+    assert set(snapshot.changed(())) == {("", "running_mean"), ("", "later")}
+    snapshot.put_back()
     assert module.running_mean is before and module._buffers["later"] is None
 
 

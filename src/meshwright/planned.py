@@ -24,8 +24,8 @@ from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
-from meshwright.planning.kept import undisturbed
 from meshwright.planning.meeting import Meeting
+from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
