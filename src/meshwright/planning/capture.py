@@ -17,8 +17,8 @@ from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span
-from meshwright.planning.meeting import Meeting
 from meshwright.planning.memory import path_of_sizes, path_of_the_next_forward, size_of_value
+from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.origins import Origins
 from meshwright.planning.recorder import Recorder
@@ -197,9 +197,9 @@ def _recorded(
         draws: whether the forward draws random numbers from Python or NumPy.
     """
     shadow = Shadow(fewer=fewer, fewer_known=fewer_known, origins=origins)
-    meeting = Meeting(origins)
+    functions = MetaFunctions(origins)
     recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
-    modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
+    modes = (shadow, recorder.cost, recorder.memory, functions, following(model, recorder), recorder.uses.watched())
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -210,7 +210,7 @@ def _recorded(
                 raise
             raise _not_followed(error, shadow) from error
     graph = recorder.graph
-    graph.of_this_batch = shadow.known + meeting.known > 0
+    graph.of_this_batch = shadow.known + functions.known > 0
     graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
     recorder.finish()
     return recorder, shadow
