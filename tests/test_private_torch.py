@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 import meshwright
 from doubled import Doubled
 from meshwright import deferred
-from meshwright.planning.kept import Kept
-from meshwright.planning.meeting import Meeting
+from meshwright.planning.meta_functions import MetaFunctions
+from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.shadow import Shadow
 from meshwright.prediction.trace import Allocated, Freed, Resized
 from meshwright.prediction.tracker import Tracker, followed, sharding_propagator
@@ -598,7 +598,7 @@ def test_a_recording_under_autocast_has_the_types_of_a_device(device: str) -> No
 
     with torch.autocast(device, dtype=torch.bfloat16):
         expected = types(nn.Linear(4, 4, device=device), nn.Conv1d(4, 4, 3, groups=4, device=device), x.to(device))
-        with Shadow(), Meeting():
+        with Shadow(), MetaFunctions():
             found = types(linear, conv, x.to("meta"))
     assert found == expected and torch.bfloat16 in found and torch.float32 in found
 
@@ -842,10 +842,10 @@ def test_ties_rest_on_the_table_of_a_modules_parameters() -> None:
 def test_what_a_forward_changed_is_put_back_by_the_table_of_a_modules_buffers() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("later", None)
-    kept, before = Kept(module), module.running_mean
+    snapshot, before = StateSnapshot(module), module.running_mean
     module.running_mean, module.later = torch.ones(2), torch.ones(1)
-    assert set(kept.changed(())) == {("", "running_mean"), ("", "later")}
-    kept.put_back()
+    assert set(snapshot.changed(())) == {("", "running_mean"), ("", "later")}
+    snapshot.put_back()
     assert module.running_mean is before and module._buffers["later"] is None
 
 
@@ -1167,7 +1167,7 @@ def test_recorded_randomness_rests_on_tags_of_ops_and_on_one_default_generator()
 
 def test_planning_rests_on_the_ops_that_read_values() -> None:
     meta = torch.empty(2, 3, device="meta")
-    with Shadow() as shadow, Meeting():
+    with Shadow() as shadow, MetaFunctions():
         assert meta.sum().item() == 1.0 and float(meta.sum()) == 1.0 and bool(meta.sum() > 0)
         assert int(meta.long().sum()) == 1 and shadow.reads == 4
         assert meta.nonzero().shape == (6, 2) and meta.masked_select(meta > 0).shape == (6,)

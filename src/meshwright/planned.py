@@ -24,8 +24,8 @@ from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.capture import capture, computing_in
-from meshwright.planning.kept import undisturbed
-from meshwright.planning.meeting import Meeting
+from meshwright.planning.meta_functions import MetaFunctions
+from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
@@ -212,7 +212,7 @@ class Planned:
         """Whether the forward runs on a batch, on meta tensors."""
         try:
             run = undisturbed(self._model, lambda model: self._loss_of(model, batch))
-            with torch.no_grad(), Shadow(), Meeting(), random_numbers_kept():
+            with torch.no_grad(), Shadow(), MetaFunctions(), random_numbers_kept():
                 run(self._model)
         except Exception:  # a model may raise anything for shapes that do not fit
             return False
@@ -236,7 +236,7 @@ class Planned:
         with (
             switched(self._model, switches),
             Shadow(),
-            Meeting(),
+            MetaFunctions(),
             computing_in(self._model, self._precision),
             in_evaluation(self._model, evaluating),
             recorder.on(self._model),

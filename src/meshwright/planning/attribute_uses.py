@@ -12,7 +12,7 @@ from meshwright.blame import called_by_model
 from meshwright.calls.structure import owner_of, plain_objects
 from meshwright.calls.tracer import Slot
 from meshwright.graph import Path
-from meshwright.planning.kept import own_attributes
+from meshwright.planning.module_state import own_attributes
 
 
 class Use(NamedTuple):

@@ -17,9 +17,9 @@ from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept, host_drawn, host_generators
 from meshwright.errors import Findings, PlanError
 from meshwright.graph import ModelGraph, Span
-from meshwright.planning.kept import Kept
-from meshwright.planning.meeting import Meeting
 from meshwright.planning.memory import path_of_sizes, path_of_the_next_forward, size_of_value
+from meshwright.planning.meta_functions import MetaFunctions
+from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.origins import Origins
 from meshwright.planning.recorder import Recorder
 from meshwright.planning.shadow import Shadow
@@ -48,30 +48,30 @@ def capture(
 
 
 def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, follow: bool) -> ModelGraph:
-    kept, origins, generators = Kept(model), Origins(), host_generators(model)
+    snapshot, origins, generators = StateSnapshot(model), Origins(), host_generators(model)
     numbers = host_drawn(generators)
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
-    changed = kept.changed(recorder.memory.written) if staged or follow else []
+    changed = snapshot.changed(recorder.memory.written) if staged or follow else []
     draws = host_drawn(generators) != numbers
-    kept.put_back()
+    snapshot.put_back()
     reshaped: list[Slot] = []
     followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
-    kept.put_back()
+    snapshot.put_back()
     # Record again: a slot that the forward changes is a value from its start. Only now it is known which slots change, and
     # whether the forward draws random numbers.
     if changed or draws:
         recorder, shadow = record(changed, draws=draws)
         reshaped = recorder.kept.reshaped()
-        kept.put_back()
-    if staged and (acted_on := [*kept.by_python(changed), *reshaped]):
-        recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, kept, draws)
+        snapshot.put_back()
+    if staged and (acted_on := [*snapshot.by_python(changed), *reshaped]):
+        recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, snapshot, draws)
     if staged and shadow.sized:
-        recorder = _with_sizes_of_values(recorder, record, changed, kept, draws)
+        recorder = _with_sizes_of_values(recorder, record, changed, snapshot, draws)
     if staged and shadow.measured and not recorder.graph.of_this_batch:
-        _with_sizes_of_batch(recorder, record, changed, kept, draws)
+        _with_sizes_of_batch(recorder, record, changed, snapshot, draws)
     recorder.graph.followed = followed
-    recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - kept.memories())
+    recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - snapshot.memories())
     return recorder.graph
 
 
@@ -80,7 +80,7 @@ def _next_path(
     record: Callable[..., tuple[Recorder, Shadow]],
     changed: Sequence[Slot],
     acted_on: Sequence[Slot],
-    kept: Kept,
+    snapshot: StateSnapshot,
     draws: bool,
 ) -> list[Span]:
     """The calls that must stay in one stage because the next forward takes another path through them, due to state that this
@@ -96,7 +96,7 @@ def _next_path(
     except PlanError:  # the next forward cannot run on state without values
         return []
     finally:
-        kept.put_back()
+        snapshot.put_back()
     return path_of_the_next_forward(graph, following, acted_on)
 
 
@@ -104,7 +104,7 @@ def _with_sizes_of_values(
     recorder: Recorder,
     record: Callable[..., tuple[Recorder, Shadow]],
     changed: Sequence[Slot],
-    kept: Kept,
+    snapshot: StateSnapshot,
     draws: bool,
 ) -> Recorder:
     """The recording, with a span for each tensor whose size depends on values (a mask selects it): it may not cross a cut.
@@ -113,13 +113,13 @@ def _with_sizes_of_values(
     on these sizes too, the forward is recorded once more, and the returned recorder is a new one.
     """
     graph = recorder.graph
-    other = _of_other_sizes(record, changed, kept, draws, fewer=True)
+    other = _of_other_sizes(record, changed, snapshot, draws, fewer=True)
     sized = _of_another_size(recorder, other)
     if sized is not None and not sized & recorder.asked:
         graph.spans += size_of_value(graph, sorted(sized))
         return recorder
     recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path depends on these sizes too
-    kept.put_back()
+    snapshot.put_back()
     if other is not None:
         recorder.graph.spans += path_of_sizes(recorder.graph, other.graph)
     return recorder
@@ -129,7 +129,7 @@ def _with_sizes_of_batch(
     recorder: Recorder,
     record: Callable[..., tuple[Recorder, Shadow]],
     changed: Sequence[Slot],
-    kept: Kept,
+    snapshot: StateSnapshot,
     draws: bool,
 ) -> None:
     """Adds a span for each tensor whose size depends on values of the batch (a mask of its labels selects it).
@@ -137,7 +137,7 @@ def _with_sizes_of_batch(
     Another batch has other sizes. If the path depends on them as well, sets ``of_this_batch``: each batch is then recorded.
     """
     graph = recorder.graph
-    sized = _of_another_size(recorder, _of_other_sizes(record, changed, kept, draws, fewer_known=True))
+    sized = _of_another_size(recorder, _of_other_sizes(record, changed, snapshot, draws, fewer_known=True))
     if sized is None or sized & recorder.asked:
         graph.of_this_batch = True
     else:
@@ -145,7 +145,11 @@ def _with_sizes_of_batch(
 
 
 def _of_other_sizes(
-    record: Callable[..., tuple[Recorder, Shadow]], changed: Sequence[Slot], kept: Kept, draws: bool, **sizes: bool
+    record: Callable[..., tuple[Recorder, Shadow]],
+    changed: Sequence[Slot],
+    snapshot: StateSnapshot,
+    draws: bool,
+    **sizes: bool,
 ) -> Recorder | None:
     """The forward, recorded with other assumptions about sizes that depend on values; None if it cannot run with them."""
     try:
@@ -153,7 +157,7 @@ def _of_other_sizes(
     except PlanError:
         return None
     finally:
-        kept.put_back()
+        snapshot.put_back()
 
 
 def _of_another_size(recorder: Recorder, other: Recorder | None) -> set[int] | None:
@@ -193,9 +197,9 @@ def _recorded(
         draws: whether the forward draws random numbers from Python or NumPy.
     """
     shadow = Shadow(fewer=fewer, fewer_known=fewer_known, origins=origins)
-    meeting = Meeting(origins)
+    functions = MetaFunctions(origins)
     recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
-    modes = (shadow, recorder.cost, recorder.memory, meeting, following(model, recorder), recorder.uses.watched())
+    modes = (shadow, recorder.cost, recorder.memory, functions, following(model, recorder), recorder.uses.watched())
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -206,7 +210,7 @@ def _recorded(
                 raise
             raise _not_followed(error, shadow) from error
     graph = recorder.graph
-    graph.of_this_batch = shadow.known + meeting.known > 0
+    graph.of_this_batch = shadow.known + functions.known > 0
     graph.returned = tuple(n for t in tensors_of(result) if (n := recorder.number(t)) is not None)
     recorder.finish()
     return recorder, shadow

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from meshwright.described import TensorMeta, described, tensor_meta, tensors_among
 from meshwright.planning.assumed import to_meta
-from meshwright.planning.meeting import Meeting
+from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.shadow import Shadow, is_plain_meta
 from meshwright.private import autocast_is_on, storage_of, without_dispatch
 from meshwright.spmd.autograd_functions import transforming
@@ -34,8 +34,8 @@ class Asked:
     others: set[Any] = field(default_factory=set)
 
 
-class KnownShapes(Meeting):
-    """A ``Meeting`` that caches results of functions.
+class KnownShapes(MetaFunctions):
+    """``MetaFunctions`` with a cache of the functions' results.
 
     A result is cached if all tensor arguments are on meta, if no op within the function did anything but return tensors
     (``Shadow.noted``), and if the function returns one tensor that shares no memory with its arguments. The result then
@@ -51,16 +51,16 @@ class KnownShapes(Meeting):
         self._shadow = shadow
         self._asked = asked if asked is not None else Asked()
 
-    def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """See ``Meeting``."""
+    def call_function(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """See ``MetaFunctions``."""
         if func in MASKED:
             args, kwargs = _without_mask_values(args, kwargs)
         if func in self._asked.others or torch.is_grad_enabled() or autocast_is_on() or transforming():
-            return super().met(func, name, args, kwargs)
+            return super().call_function(func, name, args, kwargs)
         arguments = (*args, *kwargs.values())
         tensors = tensors_among(arguments)
         if not tensors or not all(map(_is_described, arguments)):
-            return super().met(func, name, args, kwargs)
+            return super().call_function(func, name, args, kwargs)
         key = func, torch.get_default_dtype(), described(args), described(kwargs)
         if (known := self._asked.known.get(key)) is not None:
             # Shadow would take a factory with ``device="meta"`` for one that asked a parameter's device.
@@ -69,7 +69,7 @@ class KnownShapes(Meeting):
             self._shadow.tell(tensors, (), cached)
             return cached
         noted = self._shadow.noted()
-        result = super().met(func, name, args, kwargs)
+        result = super().call_function(func, name, args, kwargs)
         if self._shadow.noted() == noted and _is_fresh(result, tensors):
             self._asked.known[key] = tensor_meta(result)
         else:

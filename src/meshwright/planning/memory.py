@@ -40,7 +40,7 @@ from meshwright.calls.tracer import Slot
 from meshwright.described import tensors_among
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, ModelGraph, Path, Span, spelled
-from meshwright.planning.kept import has_memory
+from meshwright.planning.module_state import has_memory
 from meshwright.private import DispatchMode, has_backward_hooks, storage_of
 from meshwright.spmd.torch_functions import written_by
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.layout import REPLICATE, Shard
 from meshwright.planning.cuts import AS_SAID, Style, cut_in_style
-from meshwright.planning.meeting import gradients_without_values
+from meshwright.planning.meta_functions import gradients_without_values
 from meshwright.planning.units import Uses
 from meshwright.private import pytree, storage_of
 from meshwright.spmd.autograd_functions import transforming

@@ -19,10 +19,10 @@ from meshwright.described import tensors_within
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
-from meshwright.planning.kept import own_attributes
-from meshwright.planning.kept_uses import KeptUses
+from meshwright.planning.cost import Cost, Spent
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
-from meshwright.planning.spent import Cost, Spent
+from meshwright.planning.module_state import own_attributes
+from meshwright.planning.slot_uses import SlotUses
 from meshwright.private import storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
@@ -65,7 +65,7 @@ class Recorder(Tracer):
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
         self._model, self._sizes_read, self._generators_of_host = model, sizes_read, host_generators(model)
         self._numbers = drawn_from(self._generators_of_host)
-        self.kept = KeptUses(model, changed, self.graph, self.uses)
+        self.kept = SlotUses(model, changed, self.graph, self.uses)
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._entered: dict[Path, int] = {}  # call → how many ops had run when it began
         self._count = 0  # how many tensors are values

@@ -22,7 +22,7 @@ from meshwright.calls.structure import map_tensors, tensors_of
 from meshwright.calls.tracer import Tracer, slot_tensors
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
 from meshwright.layout import even_shard
-from meshwright.planning.meeting import Meeting
+from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.shadow import Shadow
 from meshwright.private import pytree
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -129,7 +129,7 @@ def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
     if not inputs or not all(map(rows.has, outputs)) or not _plain(call.arguments):
         return False
     try:
-        with torch.no_grad(), Shadow(), Meeting():
+        with torch.no_grad(), Shadow(), MetaFunctions():
             if not rows.cut_apart(module, call.arguments):
                 return False
             args, kwargs = rows.some(call.arguments)
@@ -206,6 +206,6 @@ def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: Mod
     if rows is None or rows < 2:
         return frozenset()
     finder = _Finder(model, graph, Divided(rows, 2, model))
-    with torch.enable_grad(), Shadow(), Meeting(), following(model, finder):
+    with torch.enable_grad(), Shadow(), MetaFunctions(), following(model, finder):
         run(model)
     return frozenset(finder.by_rows)

@@ -129,11 +129,11 @@ def _followed(
         planner.take(decisions)
         planner.families = families
         mode, shadow = Reading(planner), Shadow(watch=uses.escapes.op if uses is not None else None)
-        meeting = KnownShapes(shadow, asked)
+        functions = KnownShapes(shadow, asked)
         shadow.memory = planner.memory = {storage_of(p): names[id(p)] for p in model.parameters() if p.is_meta}
         try:
             with ExitStack() as stack:
-                for context in (torch.no_grad(), shadow, meeting, mode.on()):
+                for context in (torch.no_grad(), shadow, functions, mode.on()):
                     stack.enter_context(context)
                 if seeds is not None:
                     stack.enter_context(seeds(planner.dispatcher))
@@ -147,6 +147,6 @@ def _followed(
             continue
         if uses is not None:
             uses.written |= shadow.written
-            uses.differentiates |= meeting.differentiates or planner.differentiates
+            uses.differentiates |= functions.differentiates or planner.differentiates
         return Followed(planner, shadow.reads, shadow.sized + shadow.measured)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")

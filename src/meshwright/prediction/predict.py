@@ -23,8 +23,8 @@ from meshwright.prediction.memory import Memory
 from meshwright.prediction.play import Played, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
+from meshwright.prediction.role_costs import role_costs
 from meshwright.prediction.roles import Role, roles_of
-from meshwright.prediction.whole import role_costs
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
 from meshwright.runtime.rows.loss import Loss, output_loss

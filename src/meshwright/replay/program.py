@@ -21,7 +21,7 @@ from meshwright.replay.nodes import AUTOCAST_DEVICES, Move, Node, Source, Under,
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
 from meshwright.spmd.dispatcher import Dispatcher
-from meshwright.spmd.mode import Parts, SpmdMode
+from meshwright.spmd.mode import LocalPartLookup, SpmdMode
 from meshwright.spmd.tensor import GlobalTensor, Spec, local_of, spec_of, wrapping
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -229,7 +229,7 @@ class Binding:
         self._one = self._single()
         self._make = [self._making(r, wanted) for r in program.results]
         self._memoized = [(m, wanted[m.number]) for m in program.memoized]
-        self._settled: _Settled | None = None
+        self._cached: _CachedInputs | None = None
 
     def __call__(self, view: SpmdMode, tensors: Sequence[Tensor]) -> Any:
         """The block's result; ``NotImplemented`` if a parameter, buffer or attribute has changed. Modes must be off.
@@ -238,23 +238,23 @@ class Binding:
             view: the SPMD mode of the call.
             tensors: the tensors among the call's arguments.
         """
-        parts, settled = view.local, self._settled
-        if settled is not None and settled.holds(parts):
-            module_tensors: Sequence[Tensor] = settled.module_tensors
-            inputs = settled.inputs(tensors)
+        lookup, cached = view.local, self._cached
+        if cached is not None and cached.holds(lookup):
+            module_tensors: Sequence[Tensor] = cached.module_tensors
+            inputs = cached.inputs(tensors)
         else:
-            current = self._look(parts)
+            current = self._look(lookup)
             if current is None:
                 return NotImplemented
             module_tensors = current
             inputs = [self._input(kind, at, move, tensors, module_tensors) for kind, at, move in self._fetch]
-            self._settled = self._settling(parts, module_tensors, inputs)
+            self._cached = self._cacheable(lookup, module_tensors, inputs)
         outs = self._function(*inputs)
         if self._one is not None:
             return self._one(outs[0])
         return self._results(view, tensors, module_tensors, outs)
 
-    def _look(self, parts: Parts) -> list[Tensor] | None:
+    def _look(self, lookup: LocalPartLookup) -> list[Tensor] | None:
         """The local parts of parameters, buffers and attributes; None if one of them has not the expected facts."""
         module_tensors, known = [], self._known
         for i, (table, name, expected) in enumerate(self._expected):
@@ -262,7 +262,7 @@ class Binding:
             part = known[i].part(p) if known[i] is not None else None  # type: ignore[union-attr]
             if part is None:
                 part = p
-                if type(p) is not Tensor and p is not None and (local := parts(p)) is not None:
+                if type(p) is not Tensor and p is not None and (local := lookup(p)) is not None:
                     part = local
                 if part is None or not _has_facts(part, expected):
                     return None
@@ -270,19 +270,21 @@ class Binding:
             module_tensors.append(part)
         return module_tensors
 
-    def _settling(self, parts: Parts, module_tensors: list[Tensor], inputs: list[Any]) -> _Settled | None:
+    def _cacheable(
+        self, lookup: LocalPartLookup, module_tensors: list[Tensor], inputs: list[Any]
+    ) -> _CachedInputs | None:
         """The inputs of this call as a cache for later calls; None if they may change without notice."""
         places = [
             (table, name, table[name], known, expected)
             for (table, name, expected), known in zip(self._expected, self._known, strict=True)
         ]
         unknown = ((p, expected) for _, _, p, known, expected in places if known is None)
-        if parts.settled is None or any(type(p) is not Tensor or expected.moves for p, expected in unknown):
+        if lookup.version is None or any(type(p) is not Tensor or expected.moves for p, expected in unknown):
             return None
         tables = [(table, name, p) for table, name, p, _, _ in places]
         others = [(p, expected) for _, _, p, known, expected in places if known is None]
         changing = [(i, at, move) for i, (kind, at, move) in enumerate(self._fetch) if kind]
-        return _Settled(parts.settled, tables, others, module_tensors, inputs, changing)
+        return _CachedInputs(lookup.version, tables, others, module_tensors, inputs, changing)
 
     def _fetching(self, source: Source) -> tuple[bool, int, str]:
         if source.kind == "argument" or (source.kind == "move" and isinstance(source.at, int)):
@@ -362,40 +364,41 @@ def _local(t: Any, move: str) -> Any:
     return moves_of(t)[move][2] if move else local_of(t)
 
 
-class _Settled:
-    """The inputs of a program that come from parameters, buffers and attributes. They hold as long as ``Parts.settled`` does.
+class _CachedInputs:
+    """The inputs of a program that come from parameters, buffers and attributes. They hold as long as
+    ``LocalPartLookup.version`` does.
 
     Args:
-        settled: ``Parts.settled``.
+        lookup_version: ``LocalPartLookup.version``.
         tables: (dict of a module, a name in it, the tensor there) for each parameter, buffer and attribute.
         others: the buffers and attributes among them, which are compared in each call, with their expected facts.
-        kept: the local parts of all.
+        module_tensors: the local parts of all of them.
         inputs: the program's inputs in this call.
         arguments: (index of an input, number of the argument from which it comes, name of the move or ""), for each input that
             comes from an argument.
     """
 
-    __slots__ = ("_arguments", "_ids", "_inputs", "_others", "_settled", "_tables", "module_tensors")
+    __slots__ = ("_arguments", "_ids", "_inputs", "_lookup_version", "_others", "_tables", "module_tensors")
 
     def __init__(
         self,
-        settled: object,
+        lookup_version: object,
         tables: list[tuple[dict[str, Any], str, Any]],
         others: list[tuple[Tensor, Expected]],
         module_tensors: list[Tensor],
         inputs: list[Any],
         arguments: list[tuple[int, int, str]],
     ) -> None:
-        self._settled, self._tables, self._others, self.module_tensors = settled, tables, others, module_tensors
-        self._arguments = arguments
+        self._lookup_version, self._tables, self._others = lookup_version, tables, others
+        self._arguments, self.module_tensors = arguments, module_tensors
         self._ids = frozenset(id(p) for _, _, p in tables)
         self._inputs = inputs.copy()
         for i, _, _ in arguments:
             self._inputs[i] = None  # do not keep the activations of this call alive
 
-    def holds(self, parts: Parts) -> bool:
+    def holds(self, lookup: LocalPartLookup) -> bool:
         """Whether all tensors are the same as before, and no part may have got a memoized move in this forward."""
-        if parts.settled is not self._settled or not self._ids.isdisjoint(parts.touched):
+        if lookup.version is not self._lookup_version or not self._ids.isdisjoint(lookup.requested_ids):
             return False
         for table, name, p in self._tables:
             if table.get(name) is not p:

@@ -19,7 +19,7 @@ from meshwright.runtime.weights.halves import as_computed, half_type
 from meshwright.runtime.weights.local_part import HandOver, local_part
 from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
-from meshwright.spmd.mode import Parts
+from meshwright.spmd.mode import LocalPartLookup
 from meshwright.spmd.tensor import GlobalTensor, local_of
 
 
@@ -68,7 +68,7 @@ class _Part:
     forward: int
 
 
-class LocalParameters(Parts):
+class LocalParameters(LocalPartLookup):
     """Maps a parameter to its local tensor, for the SPMD mode.
 
     FSDP2 replaces Parameter objects while a unit is gathered; each is identified once, by its module and name. During a forward
@@ -103,7 +103,7 @@ class LocalParameters(Parts):
         self._used: list[tuple[Any, _Part]] = []  # in this forward
         self._forward = 0  # the number of the running forward
 
-    def forget(self) -> None:
+    def end_forward(self) -> None:
         """The forward has ended: drops local tensors that are not leaves of autograd, with their graph, and what the dispatcher
         stored on the others. These stay for the next forward."""
         for key, cached in self._used:
@@ -115,21 +115,21 @@ class LocalParameters(Parts):
                 part._mw_is_parameter = True  # type: ignore[attr-defined]
             elif part._mw_silent or part._mw_apart:  # true only in this forward
                 self._parts.pop(key, None)
-                self.unsettle()
+                self.invalidate()
             else:
                 part._mw_memo, part._mw_memory = {}, None
         self._used.clear()
-        self.touched.clear()
+        self.requested_ids.clear()
         self._forward += 1
 
-    def renew(self) -> None:
+    def end_trial(self) -> None:
         """Drops all local tensors, after a trial: some properties of them (their dtype) differ in a step."""
         self._parts.clear()
-        self.unsettle()
+        self.invalidate()
 
-    def backward(self) -> AbstractContextManager[None]:
-        """See ``Parts``."""
-        return nullcontext() if self.listened else self.gradients.together()
+    def around_backward(self) -> AbstractContextManager[None]:
+        """See ``LocalPartLookup``."""
+        return nullcontext() if self.gradients_observed else self.gradients.together()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
@@ -157,13 +157,13 @@ class LocalParameters(Parts):
         cached = self._parts[key] = _Part(x, local, part, lasts, self._forward)
         self._note_use(key, cached)
         if lasts:
-            self.unsettle()  # there may have been another part, which lasted
+            self.invalidate()  # there may have been another part, which lasted
         return part
 
     def _note_use(self, key: Any, cached: _Part) -> None:
         """Notes that this forward uses a local tensor."""
         self._used.append((key, cached))
-        self.touched.add(id(cached.parameter))
+        self.requested_ids.add(id(cached.parameter))
 
     def _part(self, x: DTensor, line: ParameterRecipe) -> Tensor:
         """The tensor that a forward sees for a parameter: a global tensor if it is sharded over tp."""

@@ -106,11 +106,11 @@ class Runner:
         if self._unused is not None:
             self._unused.begin()
         with self.gradients.of_this_step(pieces.copies, len(pieces.batches)):
-            self.stages.settle(self._placed.same, listened=self._placed.have_backward_hooks())
+            self.stages.begin_step(self._placed.same, gradients_observed=self._placed.have_backward_hooks())
             try:
                 losses = self.executor.run(pieces, begin, watched, backward=True)
             finally:
-                self.stages.settle(None)
+                self.stages.end_step()
             self._sync.finish()
             if self._unused is not None:
                 self._unused.drop_unused()

@@ -57,45 +57,61 @@ _NO_PARAMETER = frozenset([Tensor, GlobalTensor])
 SPECIAL = OF_ITSELF | {SET_DATA} | ENGINES.keys()
 
 
-class Parts:
-    """A parameter → its local part: a global tensor, or a plain tensor where it is whole; None for other tensors.
+class LocalPartLookup:
+    """Returns the local part of a parameter: a global tensor if the parameter is sharded, a plain tensor if it is replicated.
+    Returns None for a tensor that is no parameter.
+
+    Args:
+        lookup: a tensor → its local part, or None. If it is None itself, no tensor has a local part.
 
     Attributes:
-        settled: the same object for as long as parameters, and their parts, are the same; None if nobody has looked.
-        touched: identities of the parameters of which parts were asked for in this forward: something may be noted on these.
-        listened: whether somebody may look at the gradients of parameters while a backward runs.
+        version: a token for caches. It is the same object as long as no parameter and no local part has changed. None if that
+            is not known.
+        requested_ids: the ids of the parameters whose local parts were requested in this forward. The dispatcher may have
+            stored moves on these local parts.
+        gradients_observed: whether code of a person may read gradients of parameters while a backward runs.
     """
 
-    def __init__(self, part: Callable[[Tensor], Tensor | None] | None) -> None:
-        self._given, self.touched = part, set[int]()
-        self.settled: object | None = None
-        self.listened = True
-        self._same: object | None = None
-        self._settled = object()
+    def __init__(self, lookup: Callable[[Tensor], Tensor | None] | None) -> None:
+        self._lookup, self.requested_ids = lookup, set[int]()
+        self.version: object | None = None
+        self.gradients_observed = True
+        self._checked_token: object | None = None
+        self._current_version = object()
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        return None if self._given is None else self._given(x)
+        return None if self._lookup is None else self._lookup(x)
 
-    def forget(self) -> None:
-        """A forward is over."""
+    def end_forward(self) -> None:
+        """Called when a forward ends, and when a backward ends, which may have recomputed parts of a forward."""
 
-    def renew(self) -> None:
-        """A trial is over: local parts that were looked at in its types are made anew."""
+    def end_trial(self) -> None:
+        """Called when a trial ends. A trial may compute in another dtype, so its local parts cannot be used in a step."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """For the time of a backward of a step."""
+    def around_backward(self) -> AbstractContextManager[None]:
+        """A context for the backward of a step."""
         return nullcontext()
 
-    def settle(self, same: object | None, *, listened: bool = True) -> None:
-        """Somebody has looked at all parameters. ``same``: the same object as before if they are; None: nothing is known."""
-        self.listened = listened or same is None
-        if same is not None and same is not self._same:
-            self._same, self._settled = same, object()
-        self.settled = None if same is None else self._settled
+    def begin_step(self, token: object | None, *, gradients_observed: bool) -> None:
+        """Called when a step begins, after all parameters were checked.
 
-    def unsettle(self) -> None:
-        """A part, or a parameter, is not what it was."""
-        self._settled, self.settled = object(), None
+        Args:
+            token: the same object as in the last step if no parameter has changed since. None: a parameter may change during
+                the step.
+            gradients_observed: see the attribute.
+        """
+        self.gradients_observed = gradients_observed or token is None
+        if token is not None and token is not self._checked_token:
+            self._checked_token, self._current_version = token, object()
+        self.version = None if token is None else self._current_version
+
+    def end_step(self) -> None:
+        """Called when a step ends: from now on, a parameter may change at any time."""
+        self.version, self.gradients_observed = None, True
+
+    def invalidate(self) -> None:
+        """Called when a parameter or a local part has changed: what was cached for the version is no longer used."""
+        self._current_version, self.version = object(), None
 
 
 class GlobalTensorMode(FunctionMode):
@@ -110,10 +126,11 @@ class GlobalTensorMode(FunctionMode):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        local: Parts | Callable[[Tensor], Tensor | None],
+        local: LocalPartLookup | Callable[[Tensor], Tensor | None],
     ) -> None:
         super().__init__()
-        self.dispatcher, self.local = dispatcher, local if isinstance(local, Parts) else Parts(local)
+        self.dispatcher = dispatcher
+        self.local = local if isinstance(local, LocalPartLookup) else LocalPartLookup(local)
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answers a call with a global tensor of ``dispatcher``."""
@@ -237,7 +254,7 @@ class GlobalTensorMode(FunctionMode):
             ):
                 yield
         finally:
-            self.local.forget()
+            self.local.end_forward()
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a scripted function: it takes and returns whole tensors."""
@@ -281,9 +298,9 @@ class SpmdMode(GlobalTensorMode):
             kwargs = {}
         if func in SPECIAL or transforming():
             if func in CHANGES_GRADIENT:
-                self.local.listened = True
+                self.local.gradients_observed = True
                 if type(args[0]) not in _NO_PARAMETER:
-                    self.local.unsettle()
+                    self.local.invalidate()
             return self._special(func, args, kwargs)
         ours, parts, tensors = read(func, args, kwargs, self.local)
         if ours is not None:

@@ -22,11 +22,11 @@ class Shapes:
         import torch
 
         from meshwright.deferred import record
-        from meshwright.planning.meeting import Meeting
+        from meshwright.planning.meta_functions import MetaFunctions
         from meshwright.planning.shadow import Shadow
 
         with torch.random.fork_rng(devices=[]):
             if self._model is None:
                 self._model = record(self._build, draw=False).module
-            with torch.no_grad(), Shadow(), Meeting():
+            with torch.no_grad(), Shadow(), MetaFunctions():
                 return getattr(self._model, method)(**batch)

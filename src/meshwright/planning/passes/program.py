@@ -9,7 +9,7 @@ from meshwright.errors import Finding, PlanError
 from meshwright.graph import ModelGraph
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.draft import Draft
-from meshwright.planning.kept import undisturbed
+from meshwright.planning.module_state import undisturbed
 from meshwright.planning.rows import events_by_rows
 
 

@@ -17,7 +17,7 @@ from meshwright.errors import Finding, PlanError, source_place
 from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
-from meshwright.planning.kept import undisturbed
+from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.styles import model_styles, plan_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.tensor import infer_cuts

@@ -19,8 +19,8 @@ from meshwright.graph import Call, ModelGraph
 from meshwright.names import few
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
-from meshwright.planning.kept import undisturbed
 from meshwright.planning.known_shapes import Asked, KnownShapes
+from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Shadow

@@ -120,24 +120,29 @@ class Stages:
             if self.branching is not None:
                 stack.enter_context(self.branching.in_trial())
             if self._spmd is not None:
-                stack.callback(self._spmd.local.renew)
+                stack.callback(self._spmd.local.end_trial)
             yield
 
-    def settle(self, same: object | None, *, listened: bool = True) -> None:
-        """Tells the SPMD mode whether facts that it caches about parameters still hold.
+    def begin_step(self, token: object | None, *, gradients_observed: bool) -> None:
+        """Tells the SPMD mode that a step begins, and whether facts that the mode caches about parameters still hold.
 
         Args:
-            same: a token, which is the same object as before as long as no parameter has changed. None: parameters may change
-                at any time from now on.
-            listened: whether hooks of modules may read gradients of parameters while a backward runs.
+            token: the same object as in the last step if no parameter has changed since. None: a parameter may change during
+                the step.
+            gradients_observed: whether hooks of modules may read gradients of parameters while a backward runs.
         """
         if self._spmd is not None:
-            self._spmd.local.settle(same, listened=listened)
+            self._spmd.local.begin_step(token, gradients_observed=gradients_observed)
 
-    def backward(self) -> AbstractContextManager[None]:
+    def end_step(self) -> None:
+        """Tells the SPMD mode that the step has ended: from now on, a parameter may change at any time."""
+        if self._spmd is not None:
+            self._spmd.local.end_step()
+
+    def around_backward(self) -> AbstractContextManager[None]:
         """A context for a backward, within ``spmd_mode``. If nobody reads gradients while the backward runs, its end moves them
         from local tensors to parameters together."""
-        return nullcontext() if self._spmd is None else self._spmd.local.backward()
+        return nullcontext() if self._spmd is None else self._spmd.local.around_backward()
 
     def describe(self, stage: int) -> str:
         """A stage and its ranks as text, for errors."""

@@ -300,7 +300,7 @@ class Step:
         state = self._state_after_first.get(action.stage) if action.microbatch else None
         if roots:
             stages, restored = self._stages, state.restored() if state else nullcontext()
-            with restored, flight.deferred or nullcontext(), stages.spmd_mode(), stages.backward():
+            with restored, flight.deferred or nullcontext(), stages.spmd_mode(), stages.around_backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.input_grads = {

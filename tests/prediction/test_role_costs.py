@@ -10,7 +10,7 @@ from meshwright import predict
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
 from meshwright.planned import Planned
-from meshwright.prediction import whole
+from meshwright.prediction import role_costs
 from meshwright.prediction.blocks import folding_of
 from meshwright.prediction.composition import Templates
 from meshwright.schedule import Action
@@ -142,8 +142,8 @@ def test_as_few_blocks_as_can_be_are_rehearsed():
 
 def test_stages_that_do_the_same_are_rehearsed_once(monkeypatch):
     ranks = []
-    rehearse = whole.rehearse
-    monkeypatch.setattr(whole, "rehearse", lambda rehearsal, rank: ranks.append(rank) or rehearse(rehearsal, rank))
+    rehearse = role_costs.rehearse
+    monkeypatch.setattr(role_costs, "rehearse", lambda rehearsal, rank: ranks.append(rank) or rehearse(rehearsal, rank))
     prediction = predict(lambda: Chain(12), tokens(), {"mesh": "pp=6", "microbatches": 8}, loss=loss)
     assert len(prediction.roles) == 6
     assert len(set(ranks)) == 3  # the first stage, the last, and one of those between

@@ -1,4 +1,4 @@
-"""``Meeting``: a function mode above ``Shadow``, for functions that fail before the dispatcher if some tensors are on meta."""
+"""``MetaFunctions``: a function mode above ``Shadow``, for functions that fail before the dispatcher if tensors are on meta."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _on_a_device() -> AbstractContextManager[Any]:
 
 _READ_AS_ONES = frozenset([Tensor.tolist, Tensor.numpy])
 _READ_PAST = _READ_AS_ONES | {Tensor.__array__, Tensor.__dlpack__}  # the dispatcher
-# What ``Meeting`` may answer itself.
+# What ``MetaFunctions`` may answer itself.
 _ANSWERED = _READ_PAST | {
     _DEVICE,
     Tensor.register_hook,
@@ -74,8 +74,8 @@ def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: An
     return x.type(dtype)
 
 
-class Meeting(FunctionMode):
-    """Lets tensors on meta and tensors of the batch be arguments of one torch function.
+class MetaFunctions(FunctionMode):
+    """Runs torch functions on tensors on meta, also together with tensors of the batch.
 
     ``Shadow`` does this for ATen ops, but some calls do not reach it with both kinds of tensors. RNNs, ``cdist`` and attention
     compare devices first: if such a function refuses, it is called again with all tensors on meta. ``tolist`` and ``numpy``
@@ -108,7 +108,7 @@ class Meeting(FunctionMode):
             tensors = tensors_within((args, kwargs))
             if META in {t.device for t in tensors}:
                 return self._autocast(func, name, args, kwargs)
-        return self.met(func, name, args, kwargs)
+        return self.call_function(func, name, args, kwargs)
 
     def _answered(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """The result of a function of ``_ANSWERED`` for a tensor without values; NotImplemented if torch is to answer."""
@@ -143,7 +143,7 @@ class Meeting(FunctionMode):
         if written_in_python and (body := python_body(func)) is not None:
             with self:
                 return body(*args, **kwargs)
-        result = self.met(func, name, args, kwargs)
+        result = self.call_function(func, name, args, kwargs)
         if not isinstance(result, Tensor) or not result.is_floating_point() or "out" in kwargs or name.endswith("_"):
             return result
         dtype = self._type_under_autocast(func, args, kwargs)
@@ -172,7 +172,7 @@ class Meeting(FunctionMode):
                 break
         return self._types.get(key)
 
-    def met(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def call_function(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Calls a function; if it refuses tensors of two devices, calls it again with all tensors on meta."""
         if name in ("_grouped_mm", "grouped_mm") and args[0].is_meta:  # its meta kernel insists on bfloat16
             args, kwargs = pytree.tree_map_only(Tensor, _half, (args, kwargs))

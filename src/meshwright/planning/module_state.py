@@ -1,5 +1,5 @@
-"""``Kept``: a snapshot of the state that a model's modules keep between forwards. Planning runs several forwards and puts this
-state back after each.
+"""``StateSnapshot``: the state that a model's modules keep between forwards. Planning runs several forwards and restores this
+state after each.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
 
 
-class Kept:
+class StateSnapshot:
     """A snapshot of a model's state when it is created. It covers:
 
     - buffers, and attributes of modules that are not torch's own;
@@ -157,12 +157,12 @@ def undisturbed(model: nn.Module, run: Callable[[nn.Module], Any]) -> Callable[[
     forwards, and training must begin with the first one's state."""
 
     def restoring(module: nn.Module) -> Any:
-        kept = Kept(model)
+        snapshot = StateSnapshot(model)
         try:
             with held_kept(model):
                 return run(module)
         finally:
-            kept.put_back()
+            snapshot.put_back()
 
     return restoring
 

@@ -1,4 +1,4 @@
-"""``KeptUses``: which events use, and which change, the slots (attributes and buffers of modules) that a forward changes."""
+"""``SlotUses``: which events use, and which change, the slots (attributes and buffers of modules) that a forward changes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshwright.calls.tracer import Slot, memory_of, slot_tensors, slot_value, v
 from meshwright.described import tensor_meta
 from meshwright.graph import ROOT, ModelGraph, Path, Span
 from meshwright.planning.attribute_uses import AttributeUses, Use
-from meshwright.planning.kept import contents, has_memory
 from meshwright.planning.memory import Touches
+from meshwright.planning.module_state import contents, has_memory
 
 
-class KeptUses:
+class SlotUses:
     """For each slot (an attribute or buffer of a module) that a forward changes: its content before, its uses and changes.
 
     Its tables:
@@ -26,7 +26,7 @@ class KeptUses:
         touched      memory → the events that use and change it, in order. A ``Recorder`` adds to it.
         changed_in   call → the slots that it changed. A ``Recorder`` adds to it.
         _carried     slot → the memories of the tensors that it held before the forward.
-        _kept        slot → its content before the forward; ``_tensor_meta``: the ``TensorMeta`` of a plain tensor.
+        _before      slot → its content before the forward; ``_tensor_meta``: the ``TensorMeta`` of a plain tensor.
 
     Args:
         changed: the slots that the forward changes.
@@ -41,9 +41,9 @@ class KeptUses:
         # Looked up once: each call reads all slots.
         self._modules = {slot: model.get_submodule(slot[0]) for slot in changed}
         self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
-        self._kept = {slot: slot_value(model, slot) for slot in changed}
+        self._before = {slot: slot_value(model, slot) for slot in changed}
         self._tensor_meta = {
-            slot: tensor_meta(t) for slot, t in self._kept.items() if type(t) is Tensor and has_memory(t)
+            slot: tensor_meta(t) for slot, t in self._before.items() if type(t) is Tensor and has_memory(t)
         }
 
     def contents(self) -> dict[Slot, Any]:
@@ -96,7 +96,7 @@ class KeptUses:
         return self._is_constant(slot) and not self._acting(slot)
 
     def _is_constant(self, slot: Slot) -> bool:
-        return is_constant(self._kept[slot]) and is_constant(slot_value(self._model, slot))
+        return is_constant(self._before[slot]) and is_constant(slot_value(self._model, slot))
 
     def _acting(self, slot: Slot) -> list[Path]:
         """The calls that change a slot and act on a value (``if x.any(): self.count += 1``)."""
@@ -126,12 +126,12 @@ class KeptUses:
     def is_private(self, slot: Slot, call: Path) -> bool:
         """Whether a slot holds a tensor or None, before and after, and is used in one call alone. (Not a container: other code
         may hold a reference to it.)"""
-        values = self._kept[slot], slot_value(self._model, slot)
+        values = self._before[slot], slot_value(self._model, slot)
         return all(v is None or isinstance(v, Tensor) for v in values) and self._uses.within(slot, call)
 
     def is_own_count(self, slot: Slot, call: Path) -> bool:
         """Whether a slot holds a number, text or None, before and after, and is used in one call alone."""
-        values = self._kept[slot], slot_value(self._model, slot)
+        values = self._before[slot], slot_value(self._model, slot)
         observed = slot not in self._uses.unobserved and bool(self._uses.by_slot[slot])
         if not observed or not all(isinstance(v, (int, float, str, bytes, NoneType)) for v in values):
             return False
@@ -139,7 +139,7 @@ class KeptUses:
 
     def _is_watched_tensor(self, slot: Slot) -> bool:
         """Whether a slot held a tensor and all of its uses were recorded. (Python may use other objects without a record.)"""
-        return isinstance(self._kept[slot], Tensor) and slot not in self._uses.unobserved
+        return isinstance(self._before[slot], Tensor) and slot not in self._uses.unobserved
 
     def _uses_of_tensor(self, slot: Slot, uses: list[Use], touched: Touches) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(events that use the slot, events that change it), for a slot that holds a tensor after the forward."""
