@@ -46,6 +46,36 @@ class Toy(nn.Module):
         return {"loss": F.mse_loss(out, y), "out": out}
 
 
+class CachingMLP(MLP):
+    """Leaves what it computes in a dict that it is handed."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:  # type: ignore[override]
+        cache.hidden[len(cache.hidden)] = hidden = torch.relu(self.up(x))
+        return self.down(hidden)
+
+
+class Cached(Toy):
+    """Two blocks that leave values in one object, which is used afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_a, self.block_b = CachingMLP(128), CachingMLP(64)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        cache = Hidden()
+        x = self.stem(x)
+        out = self.head(self.block_a(x, cache=cache) + self.block_b(x, cache=cache))
+        loss = F.mse_loss(out, y) + cache.hidden[0].mean() * len(cache.hidden)
+        return {"loss": loss, "out": out}
+
+
+class Hidden:
+    """What blocks of a forward left."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[int, Tensor] = {}
+
+
 class NoisyMLP(MLP):
     """Draws from a generator that others may draw from too; ``by_values``: as many numbers as its values say."""
 

@@ -120,6 +120,13 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
     "buffers that branches change, over stages": (
         models.Averages, models.rows(), {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}, "microbatches": 2}
     ),
+    "what branches leave in an argument": (models.Cached, models.rows(), {**beside(1, 1), "recompute": "blocks"}),
+    "what branches leave in an argument, with rows divided": (
+        models.Cached, models.rows(), {**beside(1, 2, b={"dp": 2}), "microbatches": 2}
+    ),
+    "what branches leave in an argument, over stages": (
+        models.Cached, models.rows(), {**beside(1, 1), "mesh": {"pp": 2, "tp": 2}, "microbatches": 2, "recompute": "blocks"}
+    ),
     "a dropout that is off": (models.Off, models.rows(), on({"tp": 3}, block_a="tp[0:2]", block_b="tp[2]", drop="tp[0:2]")),
     "a dropout that is off, with rows divided": (
         models.Off, models.rows(),

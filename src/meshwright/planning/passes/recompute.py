@@ -62,7 +62,8 @@ def _changed_before(graph: ModelGraph, call: Call, cuts: Sequence[int]) -> bool:
 
 
 def recompute_in_branches(draft: Draft) -> Draft:
-    """Drops modules in which branches part or join, and modules that use a parameter of several places."""
+    """Drops modules in which branches part or join, modules that use a parameter of several places, and modules of a branch
+    that write to a container or object among their arguments: such calls are traced."""
     graph, branches = draft.graph, draft.branches
     if graph is None or branches.regions is None:
         return draft
@@ -72,5 +73,10 @@ def recompute_in_branches(draft: Draft) -> Draft:
         if len(set(branches.regions.places[c.start : c.stop])) > 1
         or any(shared & set(e.parameters) for e in graph.events[c.start : c.stop])
     }  # fmt: skip
-    notes = (f"{r} keeps its activations: branches part or meet in it" for r in draft.recompute if r in parted)
-    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in parted)).noted(notes)
+    why = {
+        c.module: "it writes to an argument, in a branch"
+        for c in graph.calls.values()
+        if c.changes and any(branches.regions.places[c.start : c.stop])
+    } | dict.fromkeys(parted, "branches part or meet in it")
+    notes = (f"{r} keeps its activations: {why[r]}" for r in draft.recompute if r in why)
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in why)).noted(notes)
