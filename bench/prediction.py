@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": "tp=2"},
     "FSDP × tp": {"mesh": "dp_shard=2,tp=2"},
     "pp": {"mesh": "pp=2", "microbatches": 4},
+    "pp, recompute": {"mesh": "pp=2", "microbatches": 4, "recompute": "blocks"},
     "pp × FSDP": {"mesh": "pp=2,dp_shard=2", "microbatches": 4},
     "pp × tp, interleaved": {"mesh": "pp=2,tp=2", "microbatches": 4, "schedule": "interleaved"},
     "branches": {"mesh": "tp=2", "modules": {"left": {"on": "tp[0:1]"}, "right": {"on": "tp[1:2]"}}},

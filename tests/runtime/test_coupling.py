@@ -849,3 +849,93 @@ def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, workers
         if what != "a_divisor":  # which is a sum of 8 rows
             assert found[what, (8, 24)] == ("mean", kind == "coupled"), what
     assert found["a_divisor", (8, 24)] == ("sum", True)
+
+
+class OfIntegers(nn.Module):
+    """A term of the loss meets the integers of other rows, or only those of its own.
+
+    Args:
+        term: how it is written.
+    """
+
+    def __init__(self, term):
+        super().__init__()
+        self.term, self.table, self.linear = term, nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids, classes, mask):
+        h = self.linear(self.table(ids))
+        return SimpleNamespace(loss=h.square().mean() + getattr(self, f"with_{self.term}")(h, ids, classes, mask))
+
+    def with_a_column(self, h, ids, classes, mask):
+        signs = (ids.sum(1, keepdim=True) % 2) * 2 - 1
+        return -F.logsigmoid(h.mean((1, 2)) * signs).mean()
+
+    def with_a_column_of_a_mask(self, h, ids, classes, mask):
+        return (mask.all(1) * h.mean(2)[:, :1]).mean()
+
+    def with_triplets(self, h, ids, classes, mask):
+        far = torch.cdist(h.mean(1), h.mean(1))
+        other = classes[:, None] != classes[None]
+        return (F.relu(1 - far) * other).mean()
+
+    def with_the_largest(self, h, ids, classes, mask):
+        return (h.square().mean(2) * (torch.arange(ids.shape[1]) < ids.max())).mean()
+
+    def with_a_number(self, h, ids, classes, mask):
+        return h.mean() * (ids == 3).sum()
+
+    def with_blocks_of_rows(self, h, ids, classes, mask):
+        """Packed rows: a token meets those of its row."""
+        packed, row = h.flatten(0, 1), torch.arange(len(h)).repeat_interleave(h.shape[1])
+        return (packed @ packed.T).masked_fill(row[:, None] != row[None], -torch.inf).softmax(1).matmul(packed).mean()
+
+    def with_documents(self, h, ids, classes, mask):
+        """Each row is of documents; here of one."""
+        document = (ids > 99).long()
+        same = document[:, :, None] == document[:, None]
+        return (h @ h.mT).masked_fill(~same, -torch.inf).softmax(-1).matmul(h).mean()
+
+    def with_a_strict_mask(self, h, ids, classes, mask):
+        """A row without any key is NaN."""
+        keys = mask[:, None, None].expand(-1, 1, ids.shape[1], -1)
+        return F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], attn_mask=keys).mean()
+
+    def with_rows_of_as_many(self, h, ids, classes, mask):
+        """Does not accept other ids."""
+        if len(set((ids == 2).sum(1).tolist())) > 1:
+            raise ValueError("each row needs as many")
+        return h.mean()
+
+    def with_places(self, h, ids, classes, mask):
+        """Each row has a place for what its row in another tensor has."""
+        places = (ids == 2)[..., None].expand_as(h)
+        return torch.zeros_like(h).masked_scatter(places, h[:, 0]).square().mean()
+
+    def with_a_mean_of_the_mask(self, h, ids, classes, mask):
+        return (h.mean(2) * mask).sum() / mask.sum()
+
+
+OF_INTEGERS = dict.fromkeys(["a_column", "a_column_of_a_mask", "triplets", "the_largest", "a_number"], "coupled") | dict.fromkeys(
+    ["blocks_of_rows", "documents", "a_strict_mask", "rows_of_as_many", "places", "a_mean_of_the_mask"], "mean"
+)  # fmt: skip
+
+
+def kinds_of_integers(plan, rows):
+    """The ids of all rows are alike: of one sum, with one place; and all rows have one class, and no mask."""
+    several = torch.tensor([[2, 4, 8, 10, 4, 6], [4, 2, 6, 8, 10, 4], [10, 4, 2, 6, 8, 4], [6, 8, 4, 2, 4, 10]])
+    batch = {
+        "ids": several.repeat(rows // 4, 1),
+        "classes": torch.zeros(rows, dtype=torch.int64),
+        "mask": torch.ones(rows, 6, dtype=torch.bool),
+    }
+    found = {}
+    for term in OF_INTEGERS:
+        job = mw.parallelize(partial(OfIntegers, term), plan, batch=batch)
+        job.step(own_rows(job, batch))
+        found[term] = job.rows
+    return found
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_rows_that_meet_only_with_other_integers_than_those_of_the_batch_couple(rows, workers):
+    assert workers.run(kinds_of_integers, {"mesh": "dp_shard=2"}, rows, ranks=2)[0] == OF_INTEGERS

@@ -7,8 +7,8 @@ their rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from types import MappingProxyType
@@ -158,6 +158,16 @@ class Attempt:
         """An attempt with the same rows and random numbers that computes in another way."""
         whole = Whole(Results(), self._numbers)
         return Attempt(self._rows, self._forwards, computing, first=self._first, whole=whole)
+
+    def of(self, rows: Any, on: Trial = nullcontext, *, first: int | None = None) -> Attempt:
+        """An attempt with other rows, in a further context; with parts of the same sizes, or as ``first`` says."""
+        computing = replace(self._computing, on=partial(_in_both, self._computing.on, on))
+        return Attempt(rows, self._forwards, computing, first=self._first if first is None else first)
+
+    @property
+    def rows(self) -> Any:
+        """The rows."""
+        return self._rows
 
     def divided_elsewhere(self) -> Attempt | None:
         """This attempt with parts of other sizes, if there are any in which no part is a single row; else None."""
@@ -319,6 +329,12 @@ class Attempt:
             return False
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
         return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
+
+
+@contextmanager
+def _in_both(outer: Trial, inner: Trial) -> Iterator[None]:
+    with outer(), inner():
+        yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ plan, a batch norm can look like rounding, and a loss that balances experts like
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +42,9 @@ from meshwright.runtime.coupling.attempt import (
 from meshwright.runtime.coupling.attributes import VALUES
 from meshwright.runtime.coupling.bent import Bent, bent, of_all_rows
 from meshwright.runtime.coupling.float64 import wide
+from meshwright.runtime.coupling.other_integers import Alternating, other_integers
 from meshwright.runtime.coupling.own_backward import line_across_rows
-from meshwright.runtime.rows.batch import reversed_rows, rolled_rows
+from meshwright.runtime.rows.batch import doubled, reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 
@@ -103,11 +104,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         # Rows without weight do not show the influence of others on them; in reversed order they come first.
         other = Attempt(reversed_rows(rows, rows_of(rows)), forwards, computing, first=first)
         kind = kind if _tried(other, forwards).kind == kind else COUPLED
-    if kind != COUPLED and rows_of(rows) > 2:
-        # Parts with equal numbers of masked elements may make the whole by chance; parts of other sizes do not.
-        rolled = rolled_rows(rows, rows_of(rows))
-        other = attempt.divided_elsewhere() or Attempt(rolled, forwards, computing, first=first)
-        kind = kind if _tried(other, forwards).kind == kind else COUPLED
+    if kind != COUPLED and not _also_otherwise(kind, attempt, forwards):
+        kind = COUPLED
     if kind == COUPLED:
         return Verdict(kind, _acts(attempt.outside))
     if (why := _acts_unseen(rows, kind, forwards, first)) is not None:
@@ -119,6 +117,28 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
             return Verdict(COUPLED, why)
     verdict = _with_attributes(kind, attempt, forwards)
     return replace(verdict, changes_state=bool(agreed(attempt.changes_state())[1]), counted=attempt.counted())
+
+
+def _also_otherwise(kind: str, attempt: Attempt, forwards: Forwards) -> bool:
+    """Whether rows combine in this way in parts of other sizes, too, and with other integers."""
+    elsewhere = attempt
+    # Parts with equal numbers of masked elements may make the whole by chance; parts of other sizes do not.
+    if (count := rows_of(attempt.rows)) > 2:
+        elsewhere = attempt.divided_elsewhere() or attempt.of(rolled_rows(attempt.rows, count))
+    # A stage that does not accept other integers would leave the others waiting.
+    if not forwards.fatal and (other := _with_other_integers(elsewhere, count)) is not None:
+        outcome = _tried(other, forwards, (kind,))
+        if outcome.most < _NOT_FINITE:
+            return outcome.kind == kind
+    return elsewhere is attempt or _tried(elsewhere, forwards).kind == kind
+
+
+def _with_other_integers(attempt: Attempt, count: int) -> Attempt | None:
+    """This attempt with other integers; None if its batch has none. A few rows come twice, with different ones: the integers of
+    few rows are alike by chance."""
+    few = 2 * count <= MOST_ROWS
+    others = other_integers(*((doubled(attempt.rows, count), 2 * count) if few else (attempt.rows, count)))
+    return None if others is None else attempt.of(others, Alternating, first=0 if few else None)
 
 
 def _acts(line: str) -> str:
@@ -183,11 +203,11 @@ class _Outcome:
         return _KINDS[self.most] if self.fewest == self.most < _NOT_FINITE else COUPLED
 
 
-def _tried(attempt: Attempt, forwards: Forwards) -> _Outcome:
-    """How rows combine in an attempt: the first way in which they do. Ranks agree after each way, as all of them must run the
-    same forwards, which contain collectives."""
+def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, SUM, RATIO)) -> _Outcome:
+    """How rows combine in an attempt: the first of these ways in which they do. Ranks agree after each way, as all of
+    them must run the same forwards, which contain collectives."""
     outcome = _Outcome(_FAILED, _FAILED)
-    ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in (MEAN, SUM, RATIO)]
+    ways: list[Callable[[], str]] = [partial(attempt.compared, way) for way in kinds]
     for compared in (*ways, attempt.compared_by_noise):
         why = outcome.why
         try:

@@ -1,0 +1,127 @@
+"""``other_integers``: a batch of a trial with other integers, masks and classes, as a later batch may have.
+
+A trial moves weights, so that floating-point numbers are no special ones. Integers are those of one batch. They may hide that
+rows meet: the ids of all rows have an even sum, all rows have one class, the largest length is that of both parts. So one
+attempt has other integers, in the range of those of their tensor: an id stays in the vocabulary, an index in its range. If a
+forward does not accept them (so many image tokens as there are images), or if they make its loss NaN, nothing follows.
+
+    integers     Each row draws from the values of its tensor and those between, the first rows from the smallest alone. So
+                 rows have other sums and maxima. Negative ones (ignored labels) stay.
+    masks        Some elements are switched off, but no row's first; of a mask without any, some are switched on.
+    all equal    They stay, as no other value is known to be one. If they are compared with each other
+                 (``labels[:, None] == labels``), the result is that of two alternating values (``Alternating``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.private import storage_of
+from meshwright.runtime.rows.batch import has_rows, mapped, tensors_in
+from meshwright.spmd.autograd_functions import FunctionMode
+
+_MOST_ELEMENTS = 1 << 20  # of a tensor that gets other integers: pictures in bytes stay
+_FEWEST_VALUES = 2  # from which a row draws
+_EQUALITIES = frozenset("eq ne not_equal __eq__ __ne__".split())
+_PLACE_BY_MASK = frozenset("masked_scatter masked_scatter_".split())
+
+
+def other_integers(batch: Any, rows: int) -> Any:
+    """A batch whose tensors with rows have other integers; None if it has no such tensors."""
+    if not any(_has_integers(t, rows) for t in tensors_in(batch)):
+        return None
+    with torch.no_grad():
+        return mapped(lambda t: _others(t).to(t.device) if _has_integers(t, rows) else t, batch)
+
+
+def _has_integers(t: Tensor, rows: int) -> bool:
+    plain = type(t) is Tensor and t.layout is torch.strided and not t.is_nested and not t.is_meta
+    fractions = t.is_floating_point() or t.is_complex()
+    return plain and not fractions and has_rows(t, rows) and 0 < t.numel() <= _MOST_ELEMENTS
+
+
+def _others(t: Tensor) -> Tensor:
+    t = t.cpu()
+    values = t[t >= 0].unique()
+    is_mask = t.dtype is torch.bool or (t.dim() > 1 and bool((t >= 0).all()) and values.tolist() in ([0, 1], [1]))
+    if is_mask:
+        return _other_mask(t.bool()).to(t.dtype)
+    return _redrawn(t, values) if len(values) > 1 else t
+
+
+def _other_mask(mask: Tensor) -> Tensor:
+    """``mask``, with about half of its elements switched; every third row stays."""
+    stays = (torch.arange(len(mask)) % 3 == 2).view(-1, *[1] * (mask.dim() - 1))
+    switched = (_random(mask) < 0.5) & ~stays
+    if mask.dim() == 1:
+        return mask ^ switched
+    if not mask.any():
+        return switched & (torch.ones_like(mask).cumsum(-1) > 1)
+    return mask & ~(switched & (mask.cumsum(-1) > 1))
+
+
+def _redrawn(t: Tensor, values: Tensor) -> Tensor:
+    """``t``, with a number drawn for each that is not negative.
+
+    Row i of n draws from the smallest (i + 1) / n of the values, or from the range of these. Its first number is the largest of
+    these, so that no row has only the smallest (padding, often).
+    """
+    fractions = _random(t).view(len(t), -1)
+    if t.dim() > 1:
+        fractions[:, 0] = 1.0
+    among = (torch.arange(1, len(t) + 1) * len(values) // len(t)).clamp(min=_FEWEST_VALUES)[:, None]
+    drawn = values[torch.minimum((fractions * among).long(), among - 1)]
+    least, most = int(values[0]), values[among - 1]
+    between = least + ((most - least) * fractions).round().to(t.dtype)
+    of_range = torch.arange(fractions.shape[1]) % 2 == 1
+    return torch.where(t >= 0, torch.where(of_range, between, drawn).view(t.shape), t)
+
+
+def _random(like: Tensor) -> Tensor:
+    """Numbers in [0, 1), the same on every rank."""
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+
+
+# --- the forward --------------------------------------------------------------------------------------------------------
+
+
+class PlacesByMaskError(Exception):
+    """A forward places values, one after the other, where a mask is set: another mask would move those of other rows there."""
+
+
+class Alternating(FunctionMode):
+    """If integers that are all equal are compared with each other, they are alternating ones instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _PLACE_BY_MASK:
+            raise PlacesByMaskError
+        result = func(*args, **(kwargs or {}))
+        if name in _EQUALITIES and len(args) > 1 and _all_with_each_other(result, *args[:2]):
+            a, b = args[:2]
+            return result ^ _alternate(result, a, b)
+        return result
+
+
+def _all_with_each_other(result: Any, a: Any, b: Any) -> bool:
+    """Whether equal integers are compared, each of a tensor with each of the same tensor."""
+    if not all(type(t) is Tensor and not t.is_meta for t in (result, a, b)) or a.is_floating_point():
+        return False
+    outer = result.numel() > a.numel() == b.numel() > 1 and storage_of(a) == storage_of(b)
+    return outer and bool((result == result.flatten()[0]).all())
+
+
+def _alternate(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Where, of all elements of an outer comparison, two alternating values differ."""
+    differ = torch.zeros((), dtype=torch.int64, device=result.device)
+    for d, size in enumerate(result.shape, -result.dim()):
+        if size > 1 and 1 in (*a.shape[d:][:1], *b.shape[d:][:1]):
+            shape = [size, *[1] * (-d - 1)]
+            differ = differ + torch.arange(size, device=result.device).view(shape)
+    return (differ % 2 == 1).expand(result.shape)
+
+
+__all__ = ["Alternating", "other_integers"]
