@@ -145,7 +145,7 @@ USES = {
     "replay/replayed.py": "_buffers _parameters",
     "replay/state.py": "_has_any_global_hook",
     "runtime/weights/parameters.py": "_parameters",
-    "runtime/weights/placed.py": "_modules _parameters",
+    "runtime/weights/placed_model.py": "_modules _parameters",
     "runtime/coupling/paths.py": "_getframe",  # of sys
     "workers/worker.py": "_clear_sharding_prop_cache _lru_cache_wrapper _redistribute _world",
     "watch/watchdog.py": "_exit",  # of os

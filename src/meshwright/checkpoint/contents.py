@@ -23,7 +23,7 @@ from meshwright.recipe import Slices
 from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.runtime.held import ShardedModel
+    from meshwright.runtime.sharded_model import ShardedModel
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 

@@ -36,7 +36,7 @@ from meshwright.mesh import Mesh
 from meshwright.recipe import Recipe
 
 if TYPE_CHECKING:
-    from meshwright.runtime.held import ShardedModel
+    from meshwright.runtime.sharded_model import ShardedModel
 
 
 _SEED_STRIDE = 1_000_003  # a prime that is larger than most runs' number of steps: two seeds rarely give the same sum

@@ -30,7 +30,7 @@ from meshwright.recipe import ParameterRecipe, Slices
 from meshwright.runtime.weights.parameters import local_tensor
 
 if TYPE_CHECKING:
-    from meshwright.runtime.held import ShardedModel
+    from meshwright.runtime.sharded_model import ShardedModel
 
 Targets: TypeAlias = dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]
 """All names of a parameter or buffer → its shape and dtype."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.generators import Generators
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
-from meshwright.runtime.held import ShardedModel
+from meshwright.runtime.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers

@@ -18,7 +18,6 @@ from meshwright.replay.replayed import LocalPrograms
 from meshwright.runtime.checkpoints import Checkpoints
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
-from meshwright.runtime.held import ShardedModel
 from meshwright.runtime.job_end import JobEnd
 from meshwright.runtime.mismatches import mismatches
 from meshwright.runtime.observed import Observer, observing
@@ -26,6 +25,7 @@ from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.rows.batches import Batches
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.sharded_model import ShardedModel
 from meshwright.runtime.step_agreement import StepAgreement
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping

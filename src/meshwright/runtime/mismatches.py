@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.mismatch import Mismatch
 from meshwright.recipe import ParameterRecipe, Recipe, Slices
 from meshwright.runtime.checksum import checksum
-from meshwright.runtime.held import ShardedModel
+from meshwright.runtime.sharded_model import ShardedModel
 from meshwright.runtime.weights.parameters import local_tensor
 
 

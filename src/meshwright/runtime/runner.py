@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
-from meshwright.runtime.held import ShardedModel
 from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
@@ -21,8 +20,9 @@ from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import Share
 from meshwright.runtime.rows.microbatches import Pieces
+from meshwright.runtime.sharded_model import ShardedModel
 from meshwright.runtime.weights.parameters import CurrentParameters
-from meshwright.runtime.weights.placed import PlacedModel
+from meshwright.runtime.weights.placed_model import PlacedModel
 from meshwright.runtime.weights.step_gradients import StepGradients
 from meshwright.runtime.weights.unused import UnusedParameters
 from meshwright.watch.timer import CommunicationTimer
@@ -106,7 +106,7 @@ class Runner:
         if self._unused is not None:
             self._unused.begin()
         with self.gradients.of_this_step(pieces.copies, len(pieces.batches)):
-            self.stages.begin_step(self._placed.same, gradients_observed=self._placed.have_backward_hooks())
+            self.stages.begin_step(self._placed.token, gradients_observed=self._placed.have_backward_hooks())
             try:
                 losses = self.executor.run(pieces, begin, watched, backward=True)
             finally:

@@ -32,13 +32,13 @@ class PlacedModel:
         model: the model, with sharded parameters, between steps.
 
     Attributes:
-        same: a token. It stays the same object as long as the parameters, their local tensors and their ``requires_grad`` are
+        token: it stays the same object as long as the parameters, their local tensors and their ``requires_grad`` are
             unchanged, so that facts about them may be cached. None if FSDP2 replaces parameters during a forward.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self._model, self._recipe, self._by_fsdp = model, recipe, needs_fsdp(recipe)
-        self.same: object | None = None
+        self.token: object | None = None
         self._note()
 
     def _note(self) -> None:
@@ -58,7 +58,7 @@ class PlacedModel:
 
     def _note_local_tensors(self) -> None:
         self._locals_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
-        self.same = None if self._by_fsdp else object()
+        self.token = None if self._by_fsdp else object()
 
     def check(self) -> None:
         """Raises PlanError with every parameter that was replaced, and every module whose class or forward was changed. Called
@@ -70,7 +70,7 @@ class PlacedModel:
             and all(map(is_, self._forwards_now(), self._forwards))
             and storages_of(self._dtensors) == self._storages
         ):
-            if self.same is not None and not self._has_same_local_tensors():
+            if self.token is not None and not self._has_same_local_tensors():
                 self._note_local_tensors()
             return
         findings = Findings("this step")
