@@ -178,17 +178,17 @@ def test_as_many_blocks_keep_their_activations_as_fit():
     none, every = (next(e for e in roomy.frontier if e.candidate.recompute == again) for again in (False, True))
     between = round((3 * none.nbytes + every.nbytes) / 4)
     best = find(**one, hardware=replace(GPU, memory=between)).plans[0]
-    kept = best.estimate.candidate.kept
-    assert 8 < kept < 16
+    saved = best.estimate.candidate.saved_blocks
+    assert 8 < saved < 16
     assert every.nbytes < best.nbytes <= between
     assert none.seconds < best.seconds < every.seconds
     recipe = make_recipe(Tower, best.plan, tokens(), loss)
-    assert len(recipe.recompute) == 16 - kept
+    assert len(recipe.recompute) == 16 - saved
     assert predict(Tower, tokens(), best.plan, hardware=GPU, loss=loss).peak == pytest.approx(best.nbytes, rel=0.2)
 
 
 def test_blocks_that_keep_their_activations_are_as_many_in_each_stage():
-    of = Candidate(2, 1, 2, 1, microbatches=2, rows=1, recompute=True, kept=3)
+    of = Candidate(2, 1, 2, 1, microbatches=2, rows=1, recompute=True, saved_blocks=3)
     blocks = [f"blocks.{i}" for i in range(16)]
     plan = of.plan({"modules": {"blocks.7": {"dp": "replicate"}}}, blocks)
     recomputed = make_recipe(Tower, plan, tokens(), loss).recompute

@@ -149,13 +149,15 @@ class Estimator:
             the blocks do not divide evenly over the stages.
         """
         blocks, chunks = self._pieces[candidate.tp].blocks, candidate.chunks
-        if not candidate.recompute or candidate.kept or blocks % (candidate.pp * chunks):
+        if not candidate.recompute or candidate.saved_blocks or blocks % (candidate.pp * chunks):
             return None
         if self.memory(replace(candidate, recompute=False)) <= capacity or self.memory(candidate) > capacity:
             return None
         numbers = range(chunks, blocks // candidate.pp, chunks)  # an equal number in each stage
-        fitting = bisect_right(numbers, capacity, key=lambda number: self.memory(replace(candidate, kept=number)))
-        return replace(candidate, kept=numbers[fitting - 1]) if fitting else None
+        fitting = bisect_right(
+            numbers, capacity, key=lambda number: self.memory(replace(candidate, saved_blocks=number))
+        )
+        return replace(candidate, saved_blocks=numbers[fitting - 1]) if fitting else None
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Estimator:
         """
         parts = [(rank.blocks, kind, "block"), *((1, kind, end) for end in rank.ends)]
         if kind == "B" and candidate.recompute:
-            parts.append((max(0, rank.blocks - candidate.kept), "F", "block"))
+            parts.append((max(0, rank.blocks - candidate.saved_blocks), "F", "block"))
         spent = [(number, self._seconds(candidate.tp, way, part, candidate.rows)) for number, way, part in parts]
         device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
         return device, exchange, host + self._pass_host(candidate, kind, rank)
@@ -423,7 +425,7 @@ class Estimator:
         other = base + max(slope * candidate.rows, recomputing)
         peak = 0.0
         for index, (rank, elements) in enumerate(zip(self._ranks(candidate), self._elements(candidate), strict=True)):
-            full_blocks = min(candidate.kept, rank.blocks) if candidate.recompute else rank.blocks
+            full_blocks = min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
             per_row = full_blocks * pieces.activations + (rank.blocks - full_blocks) * per_recomputed_block
             ranks_before = candidate.pp - 1 if "last" in rank.ends else index
             in_flight = _in_flight(candidate, ranks_before)

@@ -23,7 +23,7 @@ class Candidate:
         chunks: stages of a rank of the pipeline axis.
         recompute: whether blocks are recomputed in the backward.
         reshard: whether FSDP frees gathered parameters after the forward.
-        kept: number of blocks of a rank that keep their activations although ``recompute`` is on.
+        saved_blocks: number of blocks of a rank that save their activations although ``recompute`` is on.
         split: whether backwards are split (schedule ``zero_bubble``). Only with one stage a rank, and without recomputation.
     """
 
@@ -36,7 +36,7 @@ class Candidate:
     chunks: int = 1
     recompute: bool = False
     reshard: bool = True
-    kept: int = 0
+    saved_blocks: int = 0
     split: bool = False
 
     @property
@@ -63,7 +63,7 @@ class Candidate:
         """The recomputed blocks, for a person."""
         if not self.recompute:
             return "none"
-        return f"all but {self.kept * self.pp} blocks" if self.kept else "blocks"
+        return f"all but {self.saved_blocks * self.pp} blocks" if self.saved_blocks else "blocks"
 
     @property
     def words(self) -> str:
@@ -90,9 +90,9 @@ class Candidate:
             plan["sequence_parallel"] = True
         if self.recompute:
             plan["recompute"] = "blocks"
-        if self.kept:
+        if self.saved_blocks:
             entries = dict(options.get("modules") or {})
-            names = spread(blocks, self.kept * self.pp)
+            names = spread(blocks, self.saved_blocks * self.pp)
             without_recompute = {name: {"recompute": "none", **entries.get(name, {})} for name in names}
             options = {**options, "modules": {**entries, **without_recompute}}
         if self.pp > 1 and self.chunks > 1:
