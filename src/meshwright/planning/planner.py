@@ -351,7 +351,7 @@ class Planner:
         if (cached := self._known.get(signature)) is not None:
             return Decided(cached.answer, tensors, cached.args, cached.kwargs, signature)
         decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
-        if isinstance(decided.answer, Decision) and decided.answer.kept and NEVER not in signature:
+        if isinstance(decided.answer, Decision) and decided.answer.cacheable and NEVER not in signature:
             self._known[signature] = replace(decided, tensors=[])  # without the tensors, which are this call's
         return decided
 

@@ -114,7 +114,7 @@ class Decision:
         writes: whether the function writes to that operand.
         follows: (an undecided parameter, for each dim of the result the dim of the parameter, -1 for a new one): the result
             is still that parameter.
-        kept: whether the decision, and the shape of the first result, hold for every call with this signature.
+        cacheable: whether the decision, and the shape of the first result, hold for every call with this signature.
         axis: whether ``run`` takes the axis as its first argument, because it communicates.
     """
 
@@ -127,7 +127,7 @@ class Decision:
     itself: int | None = None
     writes: bool = False
     follows: tuple[int, tuple[int, ...]] | None = None
-    kept: bool = True
+    cacheable: bool = True
     axis: bool = False
 
 

@@ -169,7 +169,7 @@ class Dispatcher(Mover):
         if func == GET_DATA:
             if isinstance(out, GlobalTensor):
                 out._mw_remember(silent=True)
-        elif answer.kept:
+        elif answer.cacheable:
             self._keep(func, asked_args, asked_kwargs, prepared)
         return out
 

@@ -147,12 +147,12 @@ def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
     if isinstance(taken, Gather):
         return taken
     # The number of elements that a mask selects follows from its values, which no signature contains.
-    kept = not any(isinstance(i, Operand) and i.dtype in _MASKS for i in index)
+    cacheable = not any(isinstance(i, Operand) and i.dtype in _MASKS for i in index)
     args = (use_local(x), replaced(taken.index, use_local))
     if is_undecided(x) and taken.full:
         follows = (x.index, tuple(-1 if d is None else d for d in taken.dims))
         return Decision(Tensor.__getitem__, args, {}, follows=follows)
-    return Decision(Tensor.__getitem__, args, {}, _out(x, taken), kept=kept)
+    return Decision(Tensor.__getitem__, args, {}, _out(x, taken), cacheable=cacheable)
 
 
 def _out(x: Operand, taken: Taken) -> Any:

@@ -260,9 +260,9 @@ def _in_place(call: Call) -> Answer:
 
 @decider("requires_grad_")
 def requires_grad_(call: Call) -> Answer:
-    """Not kept: for a parameter the call must reach the parameter itself."""
+    """Not cacheable: for a parameter the call must reach the parameter itself."""
     x = call.args[0]
-    return replace(of_each(call, use_local, REPLICATE), itself=x.index, kept=False)
+    return replace(of_each(call, use_local, REPLICATE), itself=x.index, cacheable=False)
 
 
 @decider("copy_", "fill_", "zero_")
