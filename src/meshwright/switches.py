@@ -46,12 +46,13 @@ class Switch(NamedTuple):
 
     Attributes:
         module: the name of a module.
-        kept: in which of its attributes: of itself (``OWN``), in a table of its hooks, or in a dict or object that it keeps.
+        holder: what holds it: the module itself (``OWN``), a table of the module's hooks, or the module's attribute of this
+            name, which is a dict or an object.
         key: the name of an attribute, or an item's key.
     """
 
     module: str
-    kept: str
+    holder: str
     key: Any
 
 
@@ -73,8 +74,8 @@ def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]
     modules, before = dict(model.named_modules()), list[tuple[dict[Any, Any], dict[Any, Any]]]()
     try:
         for switch, value in switches.items():
-            items = _table(modules.get(switch.module), switch.kept) if _is_recorded(switch) else None
-            if items is None or isinstance(value, nn.Module) or (switch.kept, switch.key) == (OWN, "forward"):
+            items = _table(modules.get(switch.module), switch.holder) if _is_recorded(switch) else None
+            if items is None or isinstance(value, nn.Module) or (switch.holder, switch.key) == (OWN, "forward"):
                 continue
             if isinstance(value, Tensor):
                 if type(value) is not Tensor:
@@ -94,20 +95,20 @@ def switched(model: nn.Module, switches: Mapping[Switch, Any]) -> Iterator[None]
 
 def _is_recorded(switch: Switch) -> bool:
     """Whether a forward is recorded anew for it."""
-    return switch.kept not in HOOK_TABLES or switch.kept in BACKWARD_HOOK_TABLES
+    return switch.holder not in HOOK_TABLES or switch.holder in BACKWARD_HOOK_TABLES
 
 
 def _shape_of(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
-def _table(module: nn.Module | None, kept: str) -> dict[Any, Any] | None:
+def _table(module: nn.Module | None, holder: str) -> dict[Any, Any] | None:
     """What holds an item there."""
-    if module is None or kept == CHILDREN:
+    if module is None or holder == CHILDREN:
         return None
-    if kept == OWN:
+    if holder == OWN:
         return vars(module)
-    return getattr(module, kept) if kept in HOOK_TABLES else items_of(vars(module).get(kept))
+    return getattr(module, holder) if holder in HOOK_TABLES else items_of(vars(module).get(holder))
 
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype)
@@ -169,7 +170,7 @@ class Switches:
     @property
     def hooked(self) -> tuple[str, ...]:
         """The modules of which hooks for the backward were changed."""
-        return tuple(sorted({switch.module for switch in self.now if switch.kept in BACKWARD_HOOK_TABLES}))
+        return tuple(sorted({switch.module for switch in self.now if switch.holder in BACKWARD_HOOK_TABLES}))
 
     def digests(self) -> tuple[int, int]:
         """Two numbers below 2**32: of the hooks for the backward that were changed, and of all that a forward is recorded anew
@@ -177,8 +178,8 @@ class Switches:
         if self._digests[0] is not self.path:
             # The key of a hook is a number of the process's own.
             recorded = filter(_is_recorded, self.now)
-            places = {s: (s.module, s.kept, "" if s.kept in HOOK_TABLES else str(s.key)) for s in recorded}
-            hooks = sorted((*at, self.now[s] is GONE) for s, at in places.items() if s.kept in HOOK_TABLES)
+            places = {s: (s.module, s.holder, "" if s.holder in HOOK_TABLES else str(s.key)) for s in recorded}
+            hooks = sorted((*at, self.now[s] is GONE) for s, at in places.items() if s.holder in HOOK_TABLES)
             path = sorted((*at, repr(self._coarse(s))) for s, at in places.items())
             numbers = zlib.crc32(repr(hooks).encode()), zlib.crc32(repr(path).encode())
             self._digests = self.path, numbers
@@ -203,8 +204,8 @@ class Switches:
 class _Table:
     """What holds switches, and what it held."""
 
-    def __init__(self, module: str, kept: str, items: dict[Any, Any]) -> None:
-        self._module, self._kept, self._items, self._before = module, kept, items, dict(items)
+    def __init__(self, module: str, holder: str, items: dict[Any, Any]) -> None:
+        self._module, self._holder, self._items, self._before = module, holder, items, dict(items)
 
     def same(self) -> bool:
         """Whether it holds the same objects still, in their order."""
@@ -218,7 +219,7 @@ class _Table:
             now, then = items.get(key, GONE), before.get(key, GONE)
             equal = now is then or (type(now) is type(then) and isinstance(now, _NUMBERS) and now == then)
             if not equal and key not in _UNSEEN:
-                yield Switch(self._module, self._kept, key), now
+                yield Switch(self._module, self._holder, key), now
 
 
 class _NoHooks:
@@ -233,8 +234,8 @@ class _NoHooks:
 
     def differences(self) -> Iterator[tuple[Switch, Any]]:
         """Its hooks."""
-        for kept, table in self._tables.items():
-            yield from ((Switch(self._module, kept, key), hook) for key, hook in table.items())
+        for holder, table in self._tables.items():
+            yield from ((Switch(self._module, holder, key), hook) for key, hook in table.items())
 
 
 def _tables(model: nn.Module) -> Iterator[_Table | _NoHooks]:
@@ -243,9 +244,11 @@ def _tables(model: nn.Module) -> Iterator[_Table | _NoHooks]:
     for name, module in model.named_modules():
         attributes = vars(module)
         yield _Table(name, OWN, attributes)
-        hooks = {kept: attributes[kept] for kept in HOOK_TABLES if kept in attributes}  # what torch.jit traced has none
+        hooks = {
+            holder: attributes[holder] for holder in HOOK_TABLES if holder in attributes
+        }  # what torch.jit traced has none
         if any(hooks.values()):
-            yield from (_Table(name, kept, table) for kept, table in hooks.items())
+            yield from (_Table(name, holder, table) for holder, table in hooks.items())
         elif hooks:
             yield _NoHooks(name, hooks)
         if attributes.get(CHILDREN):

@@ -272,7 +272,7 @@ def test_what_forwards_set_is_no_switch() -> None:
     model.gain, model.config.centred = 0.5, True
     switches.look()
     told = switches.told
-    assert {(s.module, s.kept, s.key) for s in switches.now} == {("", "config", "centred")}
+    assert {(s.module, s.holder, s.key) for s in switches.now} == {("", "config", "centred")}
     switches.note()
     switches.look()
     assert switches.told == told
