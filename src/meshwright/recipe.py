@@ -142,7 +142,7 @@ class Recipe:
         streams: module → the stream of each rank on which it runs, at the same time as modules on other streams.
         placed: module → the places of its calls, in order; the last one is for all further calls.
         routed: whether Python reads values in the forward, so that data ranks may use different parameters.
-        kept: parameters that the model also holds elsewhere than in its modules: they stay the same objects.
+        referenced_outside: parameters that the model also holds outside its modules: they stay the same objects.
         shared_inputs: names of tensors of a batch that all rows share: they are not divided by rows, whatever their size.
         nonfinite: ``stop`` | ``skip``: what training does if the loss or a gradient is not finite.
         verify: after how many steps ranks compare the values that should be equal on them; 0: never.
@@ -170,7 +170,7 @@ class Recipe:
     placed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     streams: Mapping[str, int] = field(default_factory=dict)
     routed: bool = False
-    kept: tuple[str, ...] = ()
+    referenced_outside: tuple[str, ...] = ()
     shared_inputs: tuple[str, ...] = ()
     seed: int = 0
     nonfinite: str = "stop"

@@ -63,7 +63,8 @@ class Draft:
         schedule: the pipeline's schedule.
         buffers: for each buffer (name, stage, place): whose copy counts.
         loose: parameter → why it stays out of its unit; "" if a note says why.
-        kept: those of ``loose`` that the model also reaches by a reference outside its modules, to the Parameter object itself.
+        referenced_outside: those of ``loose`` that the model also reaches by a reference outside its modules, to the Parameter
+            object itself.
     """
 
     model: nn.Module
@@ -88,7 +89,7 @@ class Draft:
     schedule: str = ""
     buffers: tuple[tuple[str, int, int], ...] = ()
     loose: Mapping[str, str] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
+    referenced_outside: tuple[str, ...] = ()
     writing: frozenset[str] = frozenset()
 
     @property

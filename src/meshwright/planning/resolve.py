@@ -118,7 +118,7 @@ def recipe_of(draft: Draft) -> Recipe:
         placed=branches.placed,
         streams=branches.streams,
         routed=draft.routed,
-        kept=draft.kept,
+        referenced_outside=draft.referenced_outside,
         seed=plan.seed,
         nonfinite=plan.nonfinite,
         verify=plan.verify,

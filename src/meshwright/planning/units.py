@@ -115,7 +115,8 @@ class Uses:
         outside: (unit, parameter) if a use was outside the unit's forward.
         again: (unit, parameter) if the unit ran within a custom ``autograd.Function`` that did not get the parameter as an
             argument. The Function's backward computes with the parameter again, when the unit may have freed it.
-        kept: parameters that the model also reaches by a reference outside its modules (in a list, in a closure), and used so.
+        referenced_outside: parameters that the model also reaches by a reference outside its modules (in a list, in a closure),
+            and that were used so.
         seen: parameters that were used.
         written: parameters that were written.
         cast: parameters that the forward has cast to another dtype when they were used, or at its end.
@@ -137,7 +138,7 @@ class Uses:
         self.again: set[tuple[str, str]] = set()
         self._around: tuple[str, ...] | None = None  # units that were running when a custom function began
         self.seen: set[str] = set()
-        self.kept: set[str] = set()
+        self.referenced_outside: set[str] = set()
         self._model = model
         self.called: dict[str, None] = {}
         self.written: set[str] = set()
@@ -171,7 +172,7 @@ class Uses:
             self.cast[name] = self._casts[name]
         gathered = self._gathered.get(id(x))
         if gathered is None and "" in self.active:
-            self.kept.add(name)
+            self.referenced_outside.add(name)
             return
         gathered_in = frozenset[str]() if gathered is None else gathered.units
         for unit in self.owners.get(id(self.own(x)), ()):

@@ -52,7 +52,7 @@ class Pruned:
             recompute=tuple(filter(self.holds, recipe.recompute)),
             sequence=tuple(filter(self.holds, recipe.sequence)),
             buffers=tuple(b for b in recipe.buffers if self.holds(b[0])),
-            kept=tuple(filter(self.holds, recipe.kept)),
+            referenced_outside=tuple(filter(self.holds, recipe.referenced_outside)),
         )
 
 
@@ -162,7 +162,7 @@ def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[i
     parameters = list(block.named_parameters())
     for local_name, _ in parameters:
         line = recipe.by_name.get(f"{name}.{local_name}")
-        if line is None or line.aliases or len(line.stages) > 1 or line.name in recipe.kept:
+        if line is None or line.aliases or len(line.stages) > 1 or line.name in recipe.referenced_outside:
             return None
         stages.add(line.stages[0])
         lines.append((local_name, _layout(line, name)))

@@ -85,7 +85,7 @@ def apply(
     make_gradients_dense(model)
     if dtype is not None:
         cast(model, dtype)
-    objects = {name: p for name, p in model.named_parameters() if name in recipe.kept}
+    objects = {name: p for name, p in model.named_parameters() if name in recipe.referenced_outside}
     cut_parameters(model, recipe, groups)
     random, ledger = Generators(groups.device, model), Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)

@@ -40,11 +40,11 @@ def keep_written(draft: Draft) -> Draft:
 def keep_objects(draft: Draft) -> Draft:
     """Keeps parameters out of their units if the model also reaches the Parameter object outside its modules (in a list
     ``self.scales = [layer.scale, …]``, or in a closure): FSDP2 replaces the objects only in modules."""
-    kept = sorted(draft.uses.kept) if draft.uses is not None else []
-    if not kept:
+    outside = sorted(draft.uses.referenced_outside) if draft.uses is not None else []
+    if not outside:
         return draft
-    note = f"used from elsewhere than the modules that hold them: {few(kept)}: whole on every data rank"
-    draft = replace(draft, loose={**draft.loose, **dict.fromkeys(kept, "")}, kept=tuple(kept))
+    note = f"used from elsewhere than the modules that hold them: {few(outside)}: whole on every data rank"
+    draft = replace(draft, loose={**draft.loose, **dict.fromkeys(outside, "")}, referenced_outside=tuple(outside))
     return draft.noted([note] if draft.data > 1 else [])
 
 
