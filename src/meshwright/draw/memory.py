@@ -102,7 +102,7 @@ def memory_profile(shards: ShardMap, prediction: Prediction | None = None) -> Me
     roles = []
     for role in roles_of(shards.recipe):
         at_rest = [sizes[rank] for rank in role.ranks]
-        memory = RoleMemory(role.name, role.ranks, role.stage, (min(at_rest), max(at_rest)))
+        memory = RoleMemory(role.name, role.ranks, role.pp_rank, (min(at_rest), max(at_rest)))
         roles.append(memory if prediction is None else _predicted(memory, prediction, role.rank))
     if prediction is None:
         return MemoryProfile(tuple(roles))

@@ -167,7 +167,7 @@ def _step(
     # Rank of the pipeline axis → its slowest role. The other roles on this rank wait for it at their joins.
     slowest: dict[int, Role] = {}
     for role in sorted(roles, key=lambda role: -_busy_seconds(phases[role.rank])):
-        slowest.setdefault(role.stage, role)
+        slowest.setdefault(role.pp_rank, role)
     played = play({stage: phases[role.rank] for stage, role in slowest.items()}, _transfer(recipe, profile))
     last = max(played.ends, key=lambda stage: played.ends[stage])
     terms = _terms(phases[slowest[last].rank], played.waits[last])

@@ -104,7 +104,7 @@ class RolePredictor:
         """Rehearses a role, and returns its memory and seconds."""
         recipe = self._rehearsal.recipe
         first, traces = self._rehearsed(role)
-        weights = [counts[role.stage] for _, counts in self._folding.more]
+        weights = [counts[role.pp_rank] for _, counts in self._folding.more]
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
         seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
@@ -115,7 +115,7 @@ class RolePredictor:
         if first == role.rank and self._short is self._rehearsal:
             as_rehearsed = [_InOrder(phase.label, phase) for phase in phases]
             return RoleCosts(self._memory(levels, weights, as_rehearsed), seconds, assumed, ran_whole)
-        actions = self._schedule.ranks[role.stage]
+        actions = self._schedule.ranks[role.pp_rank]
         in_order = _in_order(phases, actions, self._left_out_bytes(role.rank))
         return RoleCosts(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, ran_whole)
 
@@ -137,7 +137,7 @@ class RolePredictor:
         if not recipe.stages or not self._traces or self._short is self._rehearsal:
             return role.rank
         edges = self._traces[None][1][0].edges
-        stages = [stage for stage in recipe.stages if recipe.stage_rank[stage.index] == role.stage]
+        stages = [stage for stage in recipe.stages if recipe.stage_rank[stage.index] == role.pp_rank]
         work = tuple(_work_of_stage(stage, edges) for stage in stages)
         tp = recipe.mesh.coordinate(role.rank).get("tp", 0)
         return work, tp, tuple(sorted(recipe.places.of(role.rank))) if recipe.branches else ()

@@ -20,13 +20,13 @@ class Role:
     Attributes:
         rank: the first of these ranks. It is rehearsed.
         ranks: all of them.
-        stage: their rank of the pipeline axis.
+        pp_rank: their rank of the pipeline axis.
         name: a name for the reader: ``stage 0``, ``branch tp[0]``, ``every rank``.
     """
 
     rank: int
     ranks: tuple[int, ...]
-    stage: int
+    pp_rank: int
     name: str
 
     @property
