@@ -6,6 +6,7 @@ precision of its plan too: three steps, one of them of two forwards and backward
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 import branching
 import meshwright as mw
 from branching import beside, on
+from meshwright.parity.case import Case
+from meshwright.parity.own_types import own_reference
+from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from zoo import ZOO
 
@@ -183,3 +187,25 @@ class Teacher(nn.Module):
 def test_parameters_that_a_forward_writes_are_compared(workers: LocalWorkers) -> None:
     plan = {"mesh": {"tp": 2}, "precision": "float32"}
     same_in_its_own_types(Teacher, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), plan, workers)
+
+
+class LongSums(nn.Module):
+    """The gradient of the first bias is a sum of many elements that nearly cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(3, 16, 7, stride=4, padding=2), nn.GroupNorm(1, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = F.gelu(self.norm(self.conv(x))).mean((2, 3))
+        return {"loss": F.cross_entropy(self.out(h), y)}
+
+
+def test_what_one_device_always_rounds_in_the_same_way_is_rounding(workers: LocalWorkers) -> None:
+    batch = {"x": torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0)), "y": torch.arange(8) % 2}
+    case = Case(LongSums, batch, output_loss, torch.float32, 1, 0)
+    one, noise = workers.run(own_reference, case, "float32", ranks=1, timeout=60)[0]
+    precise = workers.run(own_reference, replace(case, dtype=torch.float64), "float64", ranks=1, timeout=60)[0][0]
+    expected, bias = (side.facts.gradients["conv.bias"].double() for side in (precise, one))
+    error = float((bias - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    assert noise["gradients"]["conv.bias"] >= 0.9 * error > 4 * torch.finfo(torch.float32).eps

@@ -3,7 +3,9 @@
     reference    parameters in float32; forward and backward in the precision of the plan. For a half type, they use a copy of
                  the parameters in that type, and gradients are accumulated in float32: as FSDP2 does on one rank
     noise        the same steps, repeated with weights that are moved by less than the type resolves. The move changes how
-                 values are rounded. So the difference to the reference is the size of an error that rounding alone causes
+                 values are rounded. So the difference to the reference is the size of an error that rounding alone causes.
+                 Repeats share what one device always rounds in the same way, as a long sum in one order: in float32, the
+                 difference to the same steps in float64 counts, too
 
 A layout adds in another order than one device, so rounding changes its values, too. Errors of the job are therefore given in
 units of the noise, for each tensor, and may be up to ``MARGIN``. The error of a tensor compares typical elements:
@@ -45,10 +47,20 @@ def own_reference(case: Case, precision: str) -> tuple[Reference, Errors]:
     dtype = getattr(torch, precision)
     one = _one_device(case, dtype, 0)
     repeats = [_one_device(case, dtype, repeat).facts for repeat in range(1, _REPEATS + 1)]
+    if dtype is torch.float32 and (precise := _in_float64(case)) is not None:
+        repeats.append(precise.facts)
     next_parameters = {name: _with_next_bits(p) for name, p in one.facts.parameters.items()}
     repeats.append(replace(one.facts, parameters=next_parameters))  # an update may always differ by its last bit
     errors = [differences(one.start, one.facts, facts, _typical(dtype))[0] for facts in repeats]
     return one, _combined(lambda *values: max(*values, torch.finfo(dtype).eps), *errors)
+
+
+def _in_float64(case: Case) -> Reference | None:
+    """The same steps with forward and backward in float64; None if the model does not run in it."""
+    try:
+        return _one_device(case, torch.float64, 0)
+    except Exception:  # a model may put float32 where only its parameters are float64; it may raise anything
+        return None
 
 
 def own_findings(one: Reference, noise: Errors, outcome: Outcome, precision: str) -> Findings:
@@ -120,7 +132,8 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
             loss.backward()
         for p, q in pairs:
             if q.grad is not None:
-                p.grad = q.grad.to(p.dtype) if p.grad is None else p.grad + q.grad
+                gradient = q.grad.to(p.dtype)
+                p.grad = gradient if p.grad is None else p.grad + gradient
                 q.grad = None
         return loss.detach()
 
