@@ -149,6 +149,13 @@ class Decoder(nn.Module):
         )
 
 
+class UsesBatch(Decoder):
+    """Uses its batch after blocks that left it in their cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x * 2).tanh().square().mean() * self.blocks[2].out.bias.sum()
+
+
 class Stateful(nn.Module):
     """Three blocks with one object that lasts from forward to forward."""
 
@@ -217,6 +224,10 @@ def test_a_block_that_leaves_values_is_followed_by_no_stage(kind: str, monkeypat
 def test_what_lasts_from_forward_to_forward_is_not_taken_for_new() -> None:
     results = judged(lambda: Stateful("count"))
     assert {*results} <= {"equal", "refused"}, results
+
+
+def test_a_tensor_of_the_batch_that_is_left_stays_no_value() -> None:
+    assert {*judged(lambda: UsesBatch("batch_itself"))} == {"equal"}
 
 
 def number(t: Tensor) -> int:

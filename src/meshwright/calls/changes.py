@@ -12,7 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.calls.structure import attributes_in, holds_code, is_constant, is_plain_object, snapshot, tensors_of
+from meshwright.calls.structure import (
+    attributes_in,
+    holds_code,
+    is_constant,
+    is_plain_object,
+    put_tensors,
+    snapshot,
+    tensors_of,
+)
 from meshwright.graph import Change, Step
 
 _DEPTH = 8  # levels of containers and objects: (args, kwargs), kwargs, a cache, a part of it, its layers, a layer
@@ -41,13 +49,15 @@ class Holders:
         Returns:
             (the changes that ``make_changes`` can make; whether these are all changes).
         """
-        changed = [one for one in self._before if not _same_items(one[2], _items(one[1]))]
-        found = [_change(*one) for one in changed]
-        complete = None not in found and not any(id(holder) in lasting for _, holder, _ in changed)
-        changes = [change for change in found if change is not None]
-        complete = complete and not any(
-            id(holder) in self._ids for change in changes for _, holder in _holders(change.items)
-        )
+        changed = [
+            (where, holder, before) for where, holder, before in self._before if not _same_items(before, _items(holder))
+        ]
+        possible = [_change(where, holder, before) for where, holder, before in changed]
+        changes = [change for change in possible if change is not None]
+        complete = None not in possible and not any(id(holder) in lasting for _, holder, _ in changed)
+        # A copy of a container or object that is older than the call would be another one.
+        new_holders = (holder for change in changes for _, holder in _holders(change.items))
+        complete = complete and not any(id(holder) in self._ids for holder in new_holders)
         # One snapshot of all items, as an object may be an item of several containers.
         items = snapshot([change.items for change in changes], _unchanged)
         numbers = [tuple(map(number, tensors_of(one))) for one in items]
@@ -60,17 +70,24 @@ def holders_in(value: Any) -> dict[int, Any]:
     return {id(holder): holder for _, holder in _holders(value) if not isinstance(holder, tuple)}
 
 
-def changed_items(change: Change, arguments: Any) -> list[Any]:
-    """The items that a change is about, among the arguments of a call that has run.
+def map_changed(fn: Callable[[Tensor], Any], change: Change, arguments: Any) -> list[Any]:
+    """Replaces each tensor t that a call left by ``fn(t)``, where the call left it. Returns the items with these tensors.
+
+    Args:
+        arguments: (args, kwargs) of the call, which has run.
 
     Raises:
         LookupError: there is no such item.
     """
     holder = _at(change.where, arguments)
-    if isinstance(holder, list):
-        return holder[len(holder) - len(change.items) :]
-    table = _table(holder)
-    return [table[key] for key in change.items]
+    count, is_list = len(change.items), isinstance(holder, list)
+    table = holder if is_list else _table(holder)
+    keys = range(len(holder) - count, len(holder)) if is_list else [*change.items]
+    for key in keys:
+        item = put_tensors(fn, table[key])
+        if item is not table[key]:
+            table[key] = item
+    return [table[key] for key in keys]
 
 
 def make_changes(changes: Sequence[Change], arguments: Any, memo: dict[int, Any]) -> None:
@@ -140,10 +157,18 @@ def _table(holder: Any) -> MutableMapping[Any, Any]:
 
 
 def _at(where: Sequence[Step], arguments: Any) -> Any:
-    """The container or object at a path."""
+    """The container or object at a path.
+
+    Raises:
+        LookupError: there is none.
+    """
+    holder = arguments
     for of_object, key in where:
-        arguments = attributes_in(arguments)[key] if of_object else arguments[key]
-    return arguments
+        try:
+            holder = attributes_in(holder)[key] if of_object else holder[key]
+        except TypeError:  # something without items or attributes, as None
+            raise LookupError(key) from None
+    return holder
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -172,11 +197,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _constant(table: MutableMapping[Any, Any], key: Any) -> Any:
-    """(type, value) of a constant among items; the type alone of another item; None if there is none."""
+    """(type, value) of a constant among items; the type alone of another item; None if there is none. A list of constants is
+    none: it may change."""
     if key not in table:
         return None
     item = table[key]
-    return (type(item), item) if is_constant(item) else type(item)
+    return type(item) if _is_holder(item) or not is_constant(item) else (type(item), item)
 
 
 def _unchanged(t: Tensor) -> Tensor:

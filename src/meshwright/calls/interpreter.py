@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
-from meshwright.calls.changes import changed_items
+from meshwright.calls.changes import map_changed
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
 from meshwright.calls.hook import Forward
@@ -189,7 +189,7 @@ class StageInterpreter(Tracer):
             self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
             result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
-            self._record_changes(call, (args, kwargs))
+            self._record_changes(call, (args, kwargs), [])
         return result
 
     def _run_call(self, path: Path, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,6 +199,7 @@ class StageInterpreter(Tracer):
         # What the call changes must be the model's own containers and objects, not copies.
         put = put_tensors if call.changes else map_tensors
         args, kwargs = put(lambda t: self._tensor_of(t, place), model_args)
+        batch_tensors = self._batch_tensors((args, kwargs)) if call.changes else []
         self._values.wait_for_inputs(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
@@ -211,14 +212,18 @@ class StageInterpreter(Tracer):
             result = run(*args, **kwargs) if not place else self._run_in_branch(place, run, args, kwargs)
         finally:
             self.closed -= 1
-        self._record_changes(call, (args, kwargs))
+        self._record_changes(call, (args, kwargs), batch_tensors)
         return self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs), place)
 
-    def _record_changes(self, call: Call, arguments: Any) -> None:
-        """Adds the values that an untraced call left in containers and objects among its arguments."""
+    def _record_changes(self, call: Call, arguments: Any, batch_tensors: Sequence[Tensor]) -> None:
+        """Adds the values that an untraced call left in containers and objects among its arguments.
+
+        Args:
+            batch_tensors: the tensors of the batch among its arguments, before the call.
+        """
         for change in call.changes:
             try:
-                tensors = tensors_of(changed_items(change, arguments))
+                tensors = tensors_of(map_changed(_as_new(batch_tensors, change.values), change, arguments))
             except LookupError:
                 tensors = []
             if len(tensors) != len(change.values):
@@ -228,6 +233,10 @@ class StageInterpreter(Tracer):
                 )
             for t, number in zip(tensors, change.values, strict=True):
                 self._record_value(t, number, call.start)
+
+    def _batch_tensors(self, arguments: Any) -> list[Tensor]:
+        """The tensors among arguments that are no values: those of the batch, and what follows from it alone."""
+        return [t for t in tensors_of(arguments) if not self.is_value(t) and not isinstance(t, nn.Parameter)]
 
     def _run_in_branch(
         self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,14 +266,8 @@ class StageInterpreter(Tracer):
         ``mask.type_as(x)`` is a value; if the mask has that dtype already, the result is the mask. The mask itself must not
         be marked as a value, as functions of it alone are no events.
         """
-        batch_tensors = [t for t in tensors_of(arguments) if not self.is_value(t) and not isinstance(t, nn.Parameter)]
-        remaining_numbers = iter(numbers)
-
-        def as_new(t: Tensor) -> Tensor:
-            is_value = next(remaining_numbers, None) is not None
-            return t.view_as(t) if is_value and any(t is x for x in batch_tensors) else t
-
-        return map_tensors(as_new, result) if batch_tensors else result
+        batch_tensors = self._batch_tensors(arguments)
+        return map_tensors(_as_new(batch_tensors, numbers), result) if batch_tensors else result
 
     def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
         """A result of a place as the model sees it: with all rows, also if this rank has only some of them."""
@@ -530,3 +533,18 @@ _ORDINARY = frozenset([Tensor, nn.Parameter])
 _DEVICE = Tensor.device.__get__
 # Facts for which the memory of a value must be filled.
 _READS_MEMORY = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])
+
+
+def _as_new(batch_tensors: Sequence[Tensor], numbers: Iterable[int | None]) -> Callable[[Tensor], Tensor]:
+    """A function for the results of a call, one after the other: a view of each value that is a tensor of the batch itself.
+
+    Args:
+        numbers: of the results: the number of the value; None for a result that is no value.
+    """
+    remaining_numbers = iter(numbers)
+
+    def as_new(t: Tensor) -> Tensor:
+        is_value = next(remaining_numbers, None) is not None
+        return t.view_as(t) if is_value and any(t is x for x in batch_tensors) else t
+
+    return as_new
