@@ -138,6 +138,21 @@ def with_strides(value: Tensor, strides: Strides) -> Tensor:
     return copy.expand(shape) if copy.shape != value.shape or tuple(copy.shape) != shape else copy
 
 
+def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor, laid out with the strides that it has on one device: strides decide which functions return views.
+
+    If elements overlap in memory, other than by ``expand``, no copy has these strides. Then the tensor is returned as it is.
+    """
+    if not stride or t.stride() == stride:
+        return t
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, t.shape, strict=True) if size > 1 and step):
+        if step <= reach:
+            return t
+        reach += step * (size - 1)
+    return with_strides(t, stride)
+
+
 def overwrite(t: Tensor, value: Tensor) -> None:
     """``t.copy_(value)``, also if both are expanded: torch refuses to write one address twice.
 

@@ -35,6 +35,7 @@ from meshwright.runtime.branches.pieces import Arrival, Line, Piece
 from meshwright.runtime.branches.shares import Shares
 from meshwright.runtime.branches.wire import Wire
 from meshwright.runtime.groups import Groups
+from meshwright.spmd.alias import laid_out, overwrite
 from meshwright.spmd.comm import Ledger, locally
 from meshwright.spmd.dispatcher import whole
 
@@ -218,7 +219,7 @@ class Branching:
         # A value without a gradient on one device gets none here, and not zeros.
         differentiable = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
         inputs = [local_values[n] if n in differentiable else local_values[n].detach() for n in local_values]
-        joined, arriving, arrival = self._exchange_values(move, pieces, local_values)
+        joined, arriving, arrival = self._exchange_values(move, pieces, local_values, graph)
         tail, *out = JoinValues.apply(
             self, move, joined, tuple(local_values), differentiable, len(anchors), *anchors, *inputs
         )
@@ -264,7 +265,7 @@ class Branching:
     @locally
     @torch.no_grad()
     def _exchange_values(
-        self, move: Join, pieces: Sequence[Piece], local_values: Mapping[int, Tensor]
+        self, move: Join, pieces: Sequence[Piece], local_values: Mapping[int, Tensor], graph: ModelGraph
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
         """Sends the pieces of joined values to the ranks that take them: one all-to-all.
 
@@ -296,6 +297,10 @@ class Branching:
             if len(rows) > 1:  # the rows of several shares
                 joined[n] = first.new_empty(sum(map(len, rows.values())), *first.shape[1:])
                 arrival.on_arrival += [partial(joined[n][start : start + len(t)].copy_, t) for start, t in rows.items()]
+            # The same strides on every rank: they decide in which order a sum is added, and which functions return views.
+            contiguous, joined[n] = joined[n], laid_out(joined[n], graph.values[n].stride)
+            if joined[n] is not contiguous:
+                arrival.on_arrival.append(partial(overwrite, joined[n], contiguous))
         return joined, arriving, arrival
 
     @property

@@ -41,7 +41,7 @@ from meshwright.runtime.rows.loss import Loss, one_number
 from meshwright.runtime.rows.loss_weights import Shares, weighed
 from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
 from meshwright.schedule import TRANSFERS, Action, Schedule
-from meshwright.spmd.alias import with_strides
+from meshwright.spmd.alias import laid_out
 from meshwright.spmd.autograd_functions import checkpoints_noted
 from meshwright.spmd.dispatcher import whole
 
@@ -338,18 +338,3 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
         return g
-
-
-def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor, laid out with the strides that it has on one device: strides decide which functions return views.
-
-    If elements overlap in memory, other than by ``expand``, no copy has these strides. Then the tensor is returned as it is.
-    """
-    if not stride or t.stride() == stride:
-        return t
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(stride, t.shape, strict=True) if size > 1 and step):
-        if step <= reach:
-            return t
-        reach += step * (size - 1)
-    return with_strides(t, stride)
