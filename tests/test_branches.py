@@ -343,7 +343,9 @@ def test_a_trial_over_branches_computes_in_float64(build: Any, rows: str, worker
 
 def test_an_error_of_one_branch_in_a_trial_leaves_nobody_waiting(workers: LocalWorkers) -> None:
     plan = {**beside(1, 1), "mesh": {"dp_shard": 2, "tp": 2}}
-    with pytest.raises(WorkerError, match=r"StageError.*ValueError: too large"):
+    with pytest.raises(
+        WorkerError, match=r"RowsError.*test_branches.py"
+    ):  # perturbed weights are refused, on one rank alone
         workers.run(rows_of_first_step, Refusing, plan, torch.float32, ranks=4, timeout=60)
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.errors import RowsError
+from meshwright.runtime.coupling.other_integers import Alternating, OutOfRangeError
 
 WIDTH, CLASSES = 16, 12
 
@@ -906,6 +907,12 @@ class OfIntegers(nn.Module):
             raise ValueError("each row needs as many")
         return h.mean()
 
+    def with_a_table_of_sums(self, h, ids, classes, mask):
+        """The table ends before the sums of other ids; no forward for shapes alone sees it. In the first stage and in the last."""
+        places = ids.sum(1) - 34
+        h = h + F.embedding(places, self.table.weight)[:, None]
+        return self.linear(h.tanh()).mean() + F.embedding(places, self.linear.weight).mean()
+
     def with_places(self, h, ids, classes, mask):
         """Each row has a place for what its row in another tensor has."""
         places = (ids == 2)[..., None].expand_as(h)
@@ -915,8 +922,19 @@ class OfIntegers(nn.Module):
         return (h.mean(2) * mask).sum() / mask.sum()
 
 
+class InBranches(nn.Module):
+    """The terms beside another branch."""
+
+    def __init__(self, term):
+        super().__init__()
+        self.terms, self.side = OfIntegers(term), OfIntegers("a_mean_of_the_mask")
+
+    def forward(self, ids, classes, mask):
+        return SimpleNamespace(loss=self.terms(ids, classes, mask).loss + self.side(ids, classes, mask).loss)
+
+
 OF_INTEGERS = dict.fromkeys(["a_column", "a_column_of_a_mask", "triplets", "the_largest", "a_number"], "coupled") | dict.fromkeys(
-    ["blocks_of_rows", "documents", "a_strict_mask", "rows_of_as_many", "places", "a_mean_of_the_mask"], "mean"
+    ["blocks_of_rows", "documents", "a_strict_mask", "rows_of_as_many", "a_table_of_sums", "places", "a_mean_of_the_mask"], "mean"
 )  # fmt: skip
 
 
@@ -930,12 +948,89 @@ def kinds_of_integers(plan, rows):
     }
     found = {}
     for term in OF_INTEGERS:
-        job = mw.parallelize(partial(OfIntegers, term), plan, batch=batch)
+        build = InBranches if "modules" in plan else OfIntegers
+        job = mw.parallelize(partial(build, term), plan, batch=batch)
         job.step(own_rows(job, batch))
         found[term] = job.rows
     return found
 
 
 @pytest.mark.parametrize("rows", [4, 8])
-def test_rows_that_meet_only_with_other_integers_than_those_of_the_batch_couple(rows, workers):
-    assert workers.run(kinds_of_integers, {"mesh": "dp_shard=2"}, rows, ranks=2)[0] == OF_INTEGERS
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": "dp_shard=2"},
+        {"mesh": "pp=2", "microbatches": 2},
+        {"mesh": "tp=2", "microbatches": 2, "modules": {"terms": {"on": "tp[0:1]"}, "side": {"on": "tp[1:2]"}}},
+    ],
+    ids=["dp_shard=2", "pp=2", "branches"],
+)
+def test_rows_that_meet_only_with_other_integers_than_those_of_the_batch_couple(plan, rows, workers):
+    """A stage or branch that refuses other integers is one of the cases: it says nothing, and nobody waits for it."""
+    assert workers.run(kinds_of_integers, plan, rows, ranks=2)[0] == OF_INTEGERS
+
+
+class LargestOfAMask(nn.Module):
+    """Refuses rows of which a mask picks nothing, between blocks that FSDP gathers one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, ids, mask):
+        h = self.blocks[1](self.blocks[0](self.table(ids)))
+        h = h + 0 * h[mask].amax(0)
+        return SimpleNamespace(loss=self.head(self.blocks[3](self.blocks[2](h))).square().mean())
+
+
+def rows_some_of_which_are_refused(plan):
+    """Each data rank has rows that are marked; the second has them where a trial does not reach."""
+    mask = torch.zeros(32, 6, dtype=torch.bool)
+    mask[:3], mask[31, 0] = True, True
+    batch = {"ids": torch.randint(0, CLASSES, (32, 6), generator=torch.Generator().manual_seed(0)), "mask": mask}
+    job = mw.parallelize(LargestOfAMask, plan, batch=batch)
+    loss = job.step(own_rows(job, batch))
+    return float(loss), job.rows, job.notes
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"mesh": "dp_shard=2"}, {"mesh": "dp_replicate=2"}, {"mesh": "pp=2,dp_shard=2", "microbatches": 1}],
+    ids=str,
+)
+def test_rows_of_one_rank_that_cannot_run_apart_are_no_wait_for_the_others(plan, workers):
+    """A rank whose trial fails must not leave the others in a gather of FSDP, or in a receive."""
+    loss, rows, (note,) = workers.run(rows_some_of_which_are_refused, plan, ranks=4 if "pp" in plan["mesh"] else 2)[0]
+    alone, *_ = workers.run(rows_some_of_which_are_refused, {"mesh": "dp_shard=1"}, ranks=1)[0]
+    assert rows == "coupled" and "test_coupling.py" in note and loss == pytest.approx(alone, rel=1e-5)
+
+
+PAST_THE_END = torch.tensor([[0, 4]])
+INDEXED = {
+    "embedding": lambda t, i: F.embedding(i, t),
+    "getitem": lambda t, i: t[:, None][i],
+    "second dim": lambda t, i: t.mT[:, i],
+    "setitem": lambda t, i: t.clone().__setitem__(i, 0.0),
+    "gather": lambda t, i: t.gather(0, i),
+    "scatter": lambda t, i: t.clone().scatter_(dim=0, index=i, value=1.0),
+    "index_select": lambda t, i: torch.index_select(t, 0, i[0]),
+    "cross entropy": lambda t, i: F.cross_entropy(t.mT, i[0, 1:].expand(3)),
+    "one_hot": lambda t, i: F.one_hot(i, 4),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_of_other_integers_that_is_out_of_range_never_reaches_torch(name):
+    """On a GPU torch aborts the process at such an index."""
+    table = torch.rand(4, 3)
+    with Alternating(), pytest.raises(OutOfRangeError):
+        INDEXED[name](table, PAST_THE_END)
+    with Alternating():
+        INDEXED[name](table, PAST_THE_END.clamp(max=3))
+
+
+def test_a_label_to_ignore_is_in_range():
+    with Alternating():
+        assert F.cross_entropy(torch.rand(3, 4), torch.tensor([-100, 1, 3])).isfinite()
+        assert F.cross_entropy(torch.rand(3, 4), torch.tensor([255, 1, 3]), ignore_index=255).isfinite()

@@ -9,6 +9,7 @@ in the order of the program, on every rank of the place around them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class StageInterpreter(Tracer):
         exchange: performs forks and joins, if there are branches.
         streams: runs blocks concurrently on this rank.
         carried: see ``Tracer``.
+        failures: of a trial: the errors of this rank's branches are added to it, and ones stand for the values of a branch that
+            has failed, as other ranks wait for them. None: errors are raised.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class StageInterpreter(Tracer):
         exchange: Exchange | None = None,
         streams: Streams | None = None,
         carried: Iterable[Tensor] = (),
+        failures: list[Exception] | None = None,
     ) -> None:
         super().__init__(carried)
+        self._failures = failures
         self.program, self.graph, self.device = program, program.graph, device
         self._name, self._send, self._exchange = name, send, exchange
         self._values, self._streams = StageValues(program), streams
@@ -210,6 +215,11 @@ class StageInterpreter(Tracer):
         try:
             run = forward.run
             result = run(*args, **kwargs) if not place else self._run_in_branch(place, run, args, kwargs)
+        except Exception as error:
+            if not place or self._failures is None:
+                raise
+            self._failures.append(error)
+            result = stub(call, args, kwargs, partial(self._ones_in_branch, place), self.name_value)
         finally:
             self.closed -= 1
         self._record_changes(call, (args, kwargs), batch_tensors)
@@ -247,6 +257,11 @@ class StageInterpreter(Tracer):
         with exchange.inside(place):
             args, kwargs = map_tensors(lambda t: exchange.take_rows(place, t), (args, kwargs))
             return forward(*args, **kwargs)
+
+    def _ones_in_branch(self, place: int, number: int, like: Tensor) -> Tensor:
+        """Ones for this rank's rows of a value of a branch. ``like``: the recorded tensor."""
+        assert self._exchange is not None
+        return self._exchange.take_rows(place, self._exchange.ones_like(self.graph.like(number, like)))
 
     def _finish_call(self, call: Call, result: Any, place: int = 0) -> Any:
         """Adds the result of an untraced call that this rank ran. Returns the result that the model sees."""
@@ -397,10 +412,16 @@ class StageInterpreter(Tracer):
             raise self.unavailable(missing._mw_value[1], event.function, event.line)
         if self._exchange is not None and self.program.divides(place):
             args = sized(func, args, *self._exchange.row_counts(place))
-        if position in self.program.shared_draws:
-            result = self._draw_in_branch(place, func, model_args, (args, kwargs))
-        else:
-            result = func(*args, **kwargs) if not place else self._run_in_branch(place, func, args, kwargs)
+        try:
+            if position in self.program.shared_draws:
+                result = self._draw_in_branch(place, func, model_args, (args, kwargs))
+            else:
+                result = func(*args, **kwargs) if not place else self._run_in_branch(place, func, args, kwargs)
+        except Exception as error:
+            if not place or self._failures is None or event.reads:
+                raise
+            self._failures.append(error)
+            result = self._ones_of_event(event, place, target_of(func, args, kwargs))
         if event.reads and event.inputs:
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_inputs(self.graph.calls[event.path], place)
@@ -415,6 +436,19 @@ class StageInterpreter(Tracer):
             if target is not ours:  # the model continues with its own tensor
                 self.name_value(target, event.written)
         return self._finish_event(event, result, ours if target is not None else None, place)
+
+    def _ones_of_event(self, event: Event, place: int, written: Tensor | None) -> Any:
+        """Ones for the results of an event of a branch that has failed; ``written``: this rank's tensor to which it writes."""
+        numbers = iter(event.outputs)
+
+        def ones(t: Tensor) -> Tensor | None:
+            number = next(numbers)
+            if number is None:
+                return t
+            is_target = number == event.written and written is not None
+            return written if is_target else self._ones_in_branch(place, number, t)
+
+        return map_within(ones, self.graph.outputs[event.path, event.index])
 
     def _finish_event(self, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
         """Adds the results of an event that this rank ran. Returns the result that the model sees.

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import StageError
+from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
+from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Trial
 from meshwright.runtime.coupling.paths import ReadLog, Reads
 from meshwright.runtime.coupling.sizes import line_beyond
-from meshwright.runtime.coupling.trial import COUPLED, MOST_ROWS, Forwards, Trial, Verdict, combine_as, how_rows_combine
+from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
+from meshwright.runtime.rows.batch import joined, tensors_in, with_tensors
 from meshwright.runtime.rows.label_counter import LabelCounter
-from meshwright.runtime.rows.microbatches import Noticed, gather_rows, rows_of, take_rows, weights
+from meshwright.runtime.rows.microbatches import Noticed, rows_of, take_rows, weights
 from meshwright.runtime.runner import Runner
 
 _OTHERWISE = (
@@ -29,8 +31,6 @@ _OTHERWISE = (
 )
 _BEYOND = "at {} the model computes something else with a few rows than with all of them"
 _UNSURE = " (losses and gradients of the last {} steps may have been wrong already)"
-# on a rank, for a trial of its own rows: each half then has two, so that rows within a half can interact
-_ROWS_TO_TRY = 4
 
 
 @dataclass
@@ -149,10 +149,11 @@ class RowTrials:
         return line if self._agreed(bool(line))[1] else None
 
     def rows_to_try(self, batch: Any) -> tuple[Any, int]:
-        """Rows for a trial. Collective.
+        """Rows for a trial, the same on every rank: so an error of the model is an error of all data ranks, and none waits for
+        another's collectives. Collective.
 
         Returns:
-            (rows, as many on every rank; the number of rows of the rank that has the fewest).
+            (rows of the first data ranks; the number of rows of the rank that has the fewest).
 
         Raises:
             Noticed: some rank has something to report.
@@ -160,26 +161,81 @@ class RowTrials:
         fewest, _ = self._agreed(-1 if batch is None else rows_of(batch))
         if fewest < 0:
             raise Noticed
-        rows = batch if fewest >= _ROWS_TO_TRY else gather_rows(batch, self.data_groups())[0]
-        return take_rows(rows, 0, max(fewest, MOST_ROWS)), fewest
+        if self._recipe.mesh.data_size == 1:
+            return take_rows(batch, 0, MOST_ROWS), fewest
+        sources = self._first_data_ranks()
+        of_each = -(-MOST_ROWS // len(sources))
+        if fewest < of_each:
+            of_each = MOST_ROWS
+        rows = joined([self._sent(batch, of_each, source) for source in sources])
+        if rows is None:  # the ranks padded their rows to different lengths
+            rows = self._sent(batch, MOST_ROWS, sources[0])
+        return take_rows(rows, 0, MOST_ROWS), fewest
+
+    def _first_data_ranks(self) -> list[int]:
+        """One rank for each of the first data ranks, as many as a trial has rows."""
+        mesh = self._recipe.mesh
+        ranks = {mesh.data_index(rank): rank for rank in reversed(range(mesh.size))}
+        return [ranks[i] for i in range(min(mesh.data_size, MOST_ROWS))]
+
+    def _sent(self, batch: Any, rows: int, source: int) -> Any:
+        """The first rows of the batch of a rank, on every rank. Collective."""
+        is_source = dist.get_rank() == source
+        sent = [t.detach().cpu().clone() for t in tensors_in(take_rows(batch, 0, rows))] if is_source else None
+        message: list[Any] = [sent]
+        dist.broadcast_object_list(message, src=source, group=self._runner.groups.hosts[""])
+        return with_tensors(batch, message[0])
 
     def forwards(self) -> Forwards:
-        """The forwards for a trial. With pipeline stages or branches an error is fatal: other ranks would wait for values
-        from the rank that has it."""
-        waiting = self._recipe.mesh.axis_size("pp") > 1 or bool(self._recipe.branches)
-        runner, fatal = self._runner, (StageError,) if waiting else ()
-        return Forwards(runner.module, self._random, runner.changed(), self._losses, self._agreed, fatal)
+        """The forwards for a trial."""
+        runner = self._runner
+        return Forwards(
+            runner.module,
+            self._random,
+            runner.changed(),
+            self._losses,
+            self._agreed,
+            in_parts=runner.pipeline is not None,
+        )
 
-    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[ReadLog]]:
-        """Runs some pieces of a batch for a trial. Returns for each piece its loss, its weight, and the reads of its values."""
+    def _losses(
+        self, pieces: list[Any], way: str, trial: Trial, wide: bool
+    ) -> tuple[list[float], list[float], list[ReadLog]]:
+        """Runs some pieces of a batch for a trial. Returns for each piece its loss, its weight, and the reads of its values.
+
+        Raises:
+            Exception: on every rank: an error of the model.
+        """
         scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
-        for piece in pieces:  # recorded before the trial, so that recording draws no random numbers in it
-            self._runner.executor.record(piece)
+        try:
+            for piece in pieces:  # recorded before the trial, so that recording draws no random numbers in it
+                self._runner.executor.record(piece)
+        except UncutPathError as error:  # on every rank
+            raise ForwardError(str(error)) from error
         losses, reads = [], [Reads(numbers=True) for _ in pieces]
+        failures: list[Exception] = []
         for piece, share, read in zip(pieces, shares, reads, strict=True):
-            with trial():
-                losses.append(self._runner.loss_alone(piece, share, read.on))
+            try:
+                with trial():
+                    losses.append(self._runner.loss_alone(piece, share, read.on, wide=wide))
+            except StageError:
+                raise
+            except Exception as error:
+                if self._runner.pipeline is None:
+                    raise  # on every rank, as all run the same rows
+                failures.append(error)  # maybe on this rank alone: the others wait for it in the next forward
+        if self._runner.pipeline is not None:
+            self._raise_on_all(failures)
         return losses, scale, [read.log for read in reads]
+
+    def _raise_on_all(self, failures: list[Exception]) -> None:
+        """Raises an error on every rank, if some rank has one. Collective."""
+        if not self._agreed(bool(failures))[1]:
+            return
+        texts: list[Any] = [None] * dist.get_world_size()
+        text = error_text(failures[0]) if failures else ""
+        dist.all_gather_object(texts, text, group=self._runner.groups.hosts[""])
+        raise ForwardError(next(filter(None, texts)))
 
     def _agreed(self, number: int) -> tuple[int, int]:
         """(smallest, largest) of the numbers of all ranks. Collective."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.errors import StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
 from meshwright.runtime.coupling.untouched import Slot
@@ -124,27 +125,38 @@ class Runner:
             self.held.reshard()
         return output
 
-    def loss_alone(self, batch: Any, share: Share | None, watched: Watched) -> float:
-        """The loss of a copy of a batch in one forward of a trial, on every rank. A trial may compute in a wider type.
+    def loss_alone(self, batch: Any, share: Share | None, watched: Watched, *, wide: bool) -> float:
+        """The loss of a copy of a batch in one forward of a trial, on every rank.
 
         Args:
             share: the weights of its losses.
             watched: a context around the forward of a stage and microbatch.
+            wide: whether the forward computes in float64.
+
+        Raises:
+            Exception: an error of the model on this rank. Other ranks may have none.
         """
         # A copy, as the model may write to it. Made outside the trial: recorded programs are looked up by the batch's own
         # types.
         with nullcontext() if self.pipeline is None else without_modes():
             pieces = Pieces([copied(batch)], [1.0], [share])
+        losses, failure = list[Tensor](), None
         try:
-            with self.executor.trying():
+            with self.executor.trying(wide=wide):
                 losses = self.executor.run(pieces, watched=watched, backward=False)
+        except StageError:
+            raise
+        except Exception as error:
+            failure = error
         finally:
             self.held.reshard()
         with without_modes():  # the model does not read this value
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:
                 dist.all_reduce(value, group=self.groups.hosts["pp"])
-            return float(value)
+        if failure is not None:
+            raise failure
+        return float(value)
 
     def unfrozen(self) -> list[str]:
         """The parameters of this rank that were frozen when parts of forwards were planned, and are trained now."""

@@ -34,6 +34,7 @@ from meshwright.runtime.branches.draws import BranchDraws
 from meshwright.runtime.branches.pieces import Arrival, Line, Piece
 from meshwright.runtime.branches.shares import Shares
 from meshwright.runtime.branches.wire import Wire
+from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.alias import laid_out, overwrite
 from meshwright.spmd.comm import Ledger, locally
@@ -64,7 +65,7 @@ class Branching:
             for b in self.places.branches
             if self.places[b].parent in self.rank_places
         }
-        self._in_trial = False  # while true, forwards may compute in a wider dtype than the recorded one
+        self._in_trial = self._wide = False  # in a trial; in one that computes in float64
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place around, value) → for a later fork
         self.running: list[int] = [0]
 
@@ -214,7 +215,7 @@ class Branching:
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         local_values = {n: whole(t) for n, t in branch_values.items()}
         if self._in_trial:
-            local_values = {n: as_recorded(t, graph.values[n]) for n, t in local_values.items()}
+            local_values = {n: cast(t, sent_dtype(graph.values[n], wide=self._wide)) for n, t in local_values.items()}
         self._check(local_values, dict(move.values), graph)
         # A value without a gradient on one device gets none here, and not zeros.
         differentiable = frozenset(n for n, _ in move.values if n in graph.live and torch.is_grad_enabled())
@@ -228,7 +229,7 @@ class Branching:
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
         """The pieces of a joined value: one for each share of the rows of the branch that made it."""
         value, members = graph.values[number], self._members[branch]
-        dtype = getattr(torch, value.dtype)
+        dtype = sent_dtype(value, wide=self._wide)
         branches = move.takers.get(number)
         takers = tuple(
             r for r in range(len(members))
@@ -255,7 +256,7 @@ class Branching:
             shape = list(value.shape)
             if (local_rows := self._shares.local_rows(branches[n], value.shape, self.rows)) is not None:
                 shape[0] = local_rows.stop - local_rows.start
-            if list(t.shape) != shape or str(t.dtype) != f"torch.{value.dtype}":
+            if list(t.shape) != shape or t.dtype != sent_dtype(value, wide=self._wide):
                 event = graph.events[value.position]
                 raise PathError(
                     f"{event.function} ({event.line}) gave {tuple(t.shape)} {t.dtype}, but {tuple(shape)} "
@@ -327,17 +328,17 @@ class Branching:
 
     def ones_like(self, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        dtype = torch.float64 if self._in_trial and like.is_floating_point() else like.dtype
+        dtype = wider(like.dtype) if self._in_trial else like.dtype
         return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=self.device).fill_(1)
 
     @contextmanager
-    def in_trial(self) -> Iterator[None]:
-        """A context for a trial, in which values may have a wider dtype than was recorded (runtime/coupling/float64.py)."""
-        self._in_trial = True
+    def in_trial(self, *, wide: bool) -> Iterator[None]:
+        """A context for a trial. ``wide``: whether values are in float64 (runtime/coupling/float64.py)."""
+        self._in_trial, self._wide = True, wide
         try:
             yield
         finally:
-            self._in_trial = False
+            self._in_trial = self._wide = False
 
     @contextmanager
     def inside(self, place: int) -> Iterator[None]:
@@ -356,6 +357,12 @@ class Branching:
 
 
 @locally
-def as_recorded(t: Tensor, value: Value) -> Tensor:
-    """A tensor of a value, cast to the recorded dtype of the value."""
-    return t.to(getattr(torch, value.dtype))
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype, without the modes of a trial."""
+    return t.to(dtype)
+
+
+def sent_dtype(value: Value, *, wide: bool) -> torch.dtype:
+    """The dtype in which a value is sent: the recorded one, or in a ``wide`` trial a wider one."""
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return wider(dtype) if wide else dtype

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.errors import StageError
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
 from meshwright.runtime.coupling.attributes import VALUES, Name, differing, moved
@@ -39,7 +40,7 @@ _TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
 _HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
-Losses = Callable[[list[Any], str, Trial], tuple[list[float], list[float], list[ReadLog]]]
+Losses = Callable[[list[Any], str, Trial, bool], tuple[list[float], list[float], list[ReadLog]]]
 Agreed = Callable[[int], tuple[int, int]]
 
 
@@ -51,10 +52,10 @@ class Forwards:
         model: the model.
         random: the generators from which a forward may draw.
         changed: the buffers and parameters that a forward may write.
-        losses: (pieces of a batch, how they combine, a context for each forward) → (the loss of each piece, the weight of each,
-            the log of values that Python read in each).
+        losses: (pieces of a batch, how they combine, a context for each forward, whether it computes in float64) → (the loss of
+            each piece, the weight of each, the log of values that Python read in each).
         agreed: a number → (its minimum, its maximum) over all ranks.
-        fatal: errors of one rank for which others wait for its message, so that ranks cannot agree afterwards.
+        in_parts: whether a forward is run in stages or branches, which keep their autograd graphs.
     """
 
     model: nn.Module
@@ -62,7 +63,7 @@ class Forwards:
     changed: Sequence[Slot]
     losses: Losses
     agreed: Agreed
-    fatal: tuple[type[Exception], ...] = ()
+    in_parts: bool
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Computing:
     on: Trial
     wide: bool
     gradients: Trial = torch.no_grad
+
+
+class ForwardError(Exception):
+    """The error of one rank in a forward, as text, on every rank."""
 
 
 class NotFiniteError(Exception):
@@ -200,10 +205,10 @@ class Attempt:
             for span in ((0, self._count), (0, 1)):
                 lines.append(set())
                 trial = partial(self._trial_with_saved, TrialForward(self._numbers, *span), lines[-1])
-                self._forwards.losses([take_rows(self._rows, *span)], MEAN, trial)
-        except self._forwards.fatal:
+                self._losses([take_rows(self._rows, *span)], MEAN, trial)
+        except StageError:
             raise
-        except RuntimeError:  # torch does not show the saved tensors of this forward (torch.func)
+        except (RuntimeError, ForwardError):  # torch does not show the saved tensors of this forward (torch.func)
             return False, ""
         lines_alone = sorted(lines[1] - lines[0])
         return bool(lines_alone), f" ({lines_alone[0]})" if lines_alone and lines_alone[0] else ""
@@ -248,7 +253,7 @@ class Attempt:
         try:
             for begin in (whole, {**whole, **other}):
                 losses.append(self._without_gradients(partial(self._loss_after, begin)))
-        except self._forwards.fatal:
+        except StageError:
             raise
         except Exception:  # the next forward fails
             return False
@@ -257,7 +262,7 @@ class Attempt:
     def _loss_after(self, begin: Mapping[Name, Any]) -> float:
         """The loss of all rows in a forward that begins with these values of attributes."""
         trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
-        return self._forwards.losses([self._rows], MEAN, trial)[0][0]
+        return self._losses([self._rows], MEAN, trial)[0][0]
 
     def _try_whole(self) -> None:
         if not self._whole.losses:
@@ -282,7 +287,7 @@ class Attempt:
         whole, backwards = self._whole.losses[0], reversed_rows(self._rows, self._count)
         try:
             other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
-        except self._forwards.fatal:
+        except StageError:
             raise
         except Exception:  # rows that must be in order: packed sequences, the longest first
             return 8 * noise
@@ -291,8 +296,11 @@ class Attempt:
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:
         results = Results()
         trials = (self._trial(TrialForward(numbers, *span), results) for span in spans)
-        results.losses, results.weights, results.reads = self._forwards.losses(pieces, way, partial(next, trials))
+        results.losses, results.weights, results.reads = self._losses(pieces, way, partial(next, trials))
         return results
+
+    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[ReadLog]]:
+        return self._forwards.losses(pieces, way, trial, self._computing.wide)
 
     @contextmanager
     def _trial(

@@ -26,6 +26,13 @@ _WIDER = {
     torch.float16: torch.float64,
     torch.complex64: torch.complex128,
 }
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the mode computes with tensors of a dtype."""
+    return _WIDER.get(dtype, dtype)
+
+
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _CASTS = {
     Tensor.float: Tensor.double,

@@ -14,6 +14,7 @@ forward does not accept them (so many image tokens as there are images), or if t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from meshwright.spmd.autograd_functions import FunctionMode
 _MOST_ELEMENTS = 1 << 20  # of a tensor that gets other integers: pictures in bytes stay
 _FEWEST_VALUES = 2  # from which a row draws
 _EQUALITIES = frozenset("eq ne not_equal __eq__ __ne__".split())
+_ALONG_A_DIM = frozenset(
+    "gather take_along_dim scatter scatter_add scatter_reduce index_select index_add index_copy index_fill".split()
+)
 _PLACE_BY_MASK = frozenset("masked_scatter masked_scatter_".split())
 
 
@@ -92,18 +96,72 @@ class PlacesByMaskError(Exception):
     """A forward places values, one after the other, where a mask is set: another mask would move those of other rows there."""
 
 
+class OutOfRangeError(Exception):
+    """An index lies outside of the tensor that a forward indexes. Raised before torch sees it: on a GPU torch would abort the
+    process."""
+
+
 class Alternating(FunctionMode):
-    """If integers that are all equal are compared with each other, they are alternating ones instead."""
+    """If integers that are all equal are compared with each other, they are alternating ones instead.
+
+    Raises:
+        PlacesByMaskError, OutOfRangeError: from the forward.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _PLACE_BY_MASK:
             raise PlacesByMaskError
+        for indices, size, least in _indices(name, args, kwargs or {}):
+            if _has_values(indices) and (int(indices.max()) >= size or int(indices.min()) < least):
+                raise OutOfRangeError(f"{name} with an index outside of {least} … {size - 1}")
         result = func(*args, **(kwargs or {}))
         if name in _EQUALITIES and len(args) > 1 and _all_with_each_other(result, *args[:2]):
             a, b = args[:2]
             return result ^ _alternate(result, a, b)
         return result
+
+
+def _indices(name: str, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, int, int]]:
+    """(indices, size of the dim that they index, the least index that is allowed) of a call of a torch function."""
+    given = dict(enumerate(args)) | kwargs
+
+    def argument(i: int, key: str) -> Any:
+        return given.get(i, given.get(key))
+
+    if name in ("embedding", "embedding_bag"):
+        yield argument(0, "input"), len(argument(1, "weight")), 0
+    elif name.rstrip("_") in _ALONG_A_DIM:
+        yield argument(2, "index"), argument(0, "input").shape[argument(1, "dim")], 0
+    elif name in ("__getitem__", "__setitem__"):
+        yield from _subscripts(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
+    elif name in ("cross_entropy", "nll_loss"):
+        scores, classes, ignored = (
+            argument(0, "input"),
+            argument(1, "target"),
+            given.get(4, kwargs.get("ignore_index", -100)),
+        )
+        if _has_values(classes):
+            yield classes[classes != ignored], scores.shape[min(1, scores.dim() - 1)], 0
+    elif name == "one_hot" and (classes := argument(1, "num_classes")) is not None and classes > 0:
+        yield argument(0, "input"), classes, 0
+
+
+def _subscripts(t: Tensor, subscripts: tuple[Any, ...]) -> Iterator[tuple[Any, int, int]]:
+    """``_indices`` for ``t[subscripts]``."""
+    if Ellipsis in [x for x in subscripts if not isinstance(x, Tensor)]:
+        return
+    dim = 0
+    for x in subscripts:
+        if isinstance(x, Tensor) and x.dtype is not torch.bool and dim < t.dim():
+            yield x, t.shape[dim], -t.shape[dim]
+        dim += 0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype is torch.bool else 1
+
+
+def _has_values(indices: Any) -> bool:
+    """Whether this is a tensor of integers whose values can be read."""
+    plain = type(indices) is Tensor and not indices.is_meta and indices.numel() > 0
+    return plain and not indices.is_floating_point() and indices.dtype is not torch.bool
 
 
 def _all_with_each_other(result: Any, a: Any, b: Any) -> bool:
@@ -124,4 +182,4 @@ def _alternate(result: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (differ % 2 == 1).expand(result.shape)
 
 
-__all__ = ["Alternating", "other_integers"]
+__all__ = ["Alternating", "OutOfRangeError", "other_integers"]

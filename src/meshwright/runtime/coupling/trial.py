@@ -29,11 +29,13 @@ from typing import Any
 import torch
 
 from meshwright.blame import line_of
+from meshwright.errors import StageError
 from meshwright.names import few
 from meshwright.runtime.coupling.attempt import (
     COUPLED,
     Attempt,
     Computing,
+    ForwardError,
     Forwards,
     NotFiniteError,
     Trial,
@@ -125,8 +127,7 @@ def _also_otherwise(kind: str, attempt: Attempt, forwards: Forwards) -> bool:
     # Parts with equal numbers of masked elements may make the whole by chance; parts of other sizes do not.
     if (count := rows_of(attempt.rows)) > 2:
         elsewhere = attempt.divided_elsewhere() or attempt.of(rolled_rows(attempt.rows, count))
-    # A stage that does not accept other integers would leave the others waiting.
-    if not forwards.fatal and (other := _with_other_integers(elsewhere, count)) is not None:
+    if (other := _with_other_integers(elsewhere, count)) is not None:
         outcome = _tried(other, forwards, (kind,))
         if outcome.most < _NOT_FINITE:
             return outcome.kind == kind
@@ -150,7 +151,7 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bent.py,
     own_backward.py); empty if only another rank saw it. None if the model does not."""
     # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
-    for gradients in (torch.no_grad,) if forwards.fatal else (graph_alone, torch.enable_grad):
+    for gradients in (torch.no_grad,) if forwards.in_parts else (graph_alone, torch.enable_grad):
         seen: list[Bent] = []
         computing = Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, gradients=gradients)
         attempt = Attempt(rows, forwards, computing, first=first)
@@ -183,7 +184,7 @@ def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
     try:
         a, b = attempt.loss_of_all(), other.loss_of_all()
         changes = abs(a - b) > 1e-12 * max(1.0, abs(a))
-    except forwards.fatal:
+    except StageError:
         raise
     except Exception:  # nothing follows from a forward that fails
         changes = False
@@ -214,11 +215,10 @@ def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, S
             number = _KINDS.index(compared())
         except NotFiniteError:
             number = _NOT_FINITE
-        except forwards.fatal:
+        except StageError:
             raise
         except Exception as error:  # rows that cannot be divided: a model that contains the batch size as a number
-            cause = error.__cause__ or error  # the model's own error, not the error of a recording around it
-            number, why = _FAILED, _as_text(cause)
+            number, why = _FAILED, error_text(error)
         outcome = _Outcome(*forwards.agreed(number), why)
         if outcome.most != _KINDS.index(COUPLED):
             break
@@ -240,7 +240,7 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
                 fits = compared() == way
             except NotFiniteError:
                 fits = perturbed  # with perturbed weights this says nothing
-            except forwards.fatal:
+            except StageError:
                 raise
             except Exception:  # the rows cannot run apart
                 fits = False
@@ -257,7 +257,7 @@ def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -
     attempt = Attempt(rows, forwards, Computing(torch.float64, partial(wide, perturbed=False), wide=True), first=first)
     try:
         together = attempt.finite_together_alone(way)
-    except forwards.fatal:
+    except StageError:
         raise
     except Exception:  # the rows cannot run apart
         together = False
@@ -279,8 +279,11 @@ def _with_attributes(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict
     return Verdict(kind, attributes=names)
 
 
-def _as_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type of an error, its first line, and the model's line at which it was raised."""
+    if isinstance(error, ForwardError):
+        return str(error)
+    error = error.__cause__ or error  # the model's own error, not the error of a recording around it
     text, line = f"{type(error).__name__}: {error}".split("\n", 1)[0], line_of(error)
     return f"{text} ({line})" if line else text
 

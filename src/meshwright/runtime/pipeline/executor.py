@@ -32,7 +32,7 @@ class Executor:
     def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
         self._stages, self.programs, self._loss = stages, programs, loss
         self._schedules = Recent[Schedule]()
-        self._trying = False
+        self._trying = self._wide = False
 
     @property
     def stages(self) -> list[int]:
@@ -70,9 +70,14 @@ class Executor:
                 one left. None: each microbatch begins with the state that the previous one left.
             watched: a context for the forward of each stage and microbatch.
             backward: whether to run the backward, which adds gradients to ``.grad``.
+
+        Raises:
+            Exception: in a trial of a model in parts, after all communication: the first error of this rank's parts.
         """
         step = self.step(pieces, called, self._loss, begin, watched, backward=backward)
         step.perform()
+        if step.failures:
+            raise step.failures[0]
         return step.losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,17 +92,15 @@ class Executor:
             self.programs.for_batch(batch, called, self._loss)
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """A context for a trial, whose forwards may compute in a wider type than was recorded (runtime/coupling/float64.py).
-
-        Values that are sent between stages are cast to the recorded type.
-        """
-        self._trying = True
+    def trying(self, *, wide: bool) -> Iterator[None]:
+        """A context for a trial. ``wide``: whether its forwards, and the values that are sent between stages, are in float64
+        (runtime/coupling/float64.py) and not in the recorded dtypes."""
+        self._trying, self._wide = True, wide
         try:
-            with self._stages.trying():
+            with self._stages.trying(wide=wide):
                 yield
         finally:
-            self._trying = False
+            self._trying = self._wide = False
 
     def step(
         self,
@@ -120,7 +123,17 @@ class Executor:
         programs = self._programs(pieces.batches, call, loss, grad=grad)
         schedule = self._schedule(edges_of(programs, backward=backward), len(pieces.batches), backward=backward)
         return Step(
-            self._stages, programs, schedule, pieces, call, loss, begin, watched, backward=backward, trying=self._trying
+            self._stages,
+            programs,
+            schedule,
+            pieces,
+            call,
+            loss,
+            begin,
+            watched,
+            backward=backward,
+            trying=self._trying,
+            wide=self._wide,
         )
 
     def edges(self, batches: Sequence[Any]) -> Edges:

@@ -111,14 +111,14 @@ class Stages:
         return nullcontext() if self.observer is None else self.observer.phase(name)
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
+    def trying(self, *, wide: bool) -> Iterator[None]:
         """A context for forwards of a trial. Their decisions are not cached for steps, since a trial may compute in a wider
-        type than steps (runtime/coupling/float64.py)."""
+        type than steps. ``wide``: whether it computes in float64 (runtime/coupling/float64.py)."""
         with ExitStack() as stack:
             for dispatcher in self._dispatchers:
                 stack.enter_context(dispatcher.deciding_anew())
             if self.branching is not None:
-                stack.enter_context(self.branching.in_trial())
+                stack.enter_context(self.branching.in_trial(wide=wide))
             if self._spmd is not None:
                 stack.callback(self._spmd.local.end_trial)
             yield

@@ -62,10 +62,13 @@ class Step:
             left. None: each microbatch begins with the state that the previous one left.
         watched: a context for the forward of each stage and microbatch.
         backward: whether to run the backward.
-        trying: whether forwards compute in a wider type than was recorded.
+        trying: whether this is a trial. A stage or branch that fails sends ones in place of its values, so that others do not
+            wait, and ranks can agree on what follows.
+        wide: whether forwards compute in float64, and not in the recorded dtypes.
 
     Attributes:
         losses: scaled, of the microbatches, on the ranks of the last stage.
+        failures: the errors of this rank's stages and branches in a trial.
         result: the model's output if there is no loss, on the ranks of the last stage.
     """
 
@@ -82,6 +85,7 @@ class Step:
         *,
         backward: bool,
         trying: bool = False,
+        wide: bool = False,
     ) -> None:
         self._stages, self._programs, self.schedule = stages, programs, schedule
         self._pieces, self._call, self._loss = pieces, call, loss
@@ -97,11 +101,19 @@ class Step:
         self._split = any(a.kind == "I" for a in schedule.ranks[stages.rank])
         self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(pieces.batches))}
         self._transfers = Transfers(
-            stages.groups, stages.recipe.stage_rank, programs, self._flights, stages.traffic, casts=trying
+            stages.groups,
+            stages.recipe.stage_rank,
+            programs,
+            self._flights,
+            stages.traffic,
+            casts=trying,
+            wide=wide,
         )
         self._written: dict[int, Any] = {}  # microbatch → its copy to which the last stage has applied all writes
         self._state_after_first: dict[int, ModuleState] = {}  # stage → state after its first forward, for recompute
         self.losses: list[Tensor] = []
+        self.failures: list[Exception] = []
+        self._trying, self._stage_failed = trying and bool(programs), False
         self.result: Any = None
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ class Step:
                 if stages.observer is not None:
                     stages.observer.arrived(arrived)
             with stages.doing(action):
-                self._perform(action)
+                self._try(action) if self._trying else self._perform(action)
         except (StageError, ReplicaError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -166,6 +178,34 @@ class Step:
                 dist.broadcast(as_bytes(value), group=group, group_src=last)
                 with torch.no_grad():
                     tensors[i].copy_(value)
+
+    def _try(self, action: Action) -> None:
+        """Runs one action of a trial, until a stage of this rank fails; from then on sends ones."""
+        if action.kind in ("F", "SEND_F"):
+            try:
+                if not self._stage_failed:
+                    self._perform(action)
+                    return
+            except (StageError, ReplicaError):
+                raise
+            except Exception as error:
+                self.failures.append(error)
+                self._stage_failed = True
+            self._written.clear()
+            self._flights[action.stage, action.microbatch].outputs = self._ones(action)
+        if action.kind != "F":
+            self._perform(action)
+
+    def _ones(self, action: Action) -> dict[int, Tensor]:
+        """Ones for each value that a stage sends, as its forward of this microbatch has failed."""
+        program = self._programs[action.microbatch]
+        edges = ((source, numbers) for (source, _), numbers in program.crossing.values.items())
+        return {
+            n: self._transfers.empty(program.graph.values[n]).fill_(1)
+            for source, numbers in edges
+            if source == action.stage
+            for n in numbers
+        }
 
     def _perform(self, action: Action) -> None:
         """Runs one action whose receives have ended."""
@@ -272,6 +312,7 @@ class Step:
             exchange=stages.branching,
             streams=None if self._split else stages.streams,
             carried=slot_tensors(stages.model, graph.carried),
+            failures=self.failures if self._trying else None,
         )
 
     def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.calls.placeholder import PathError
 from meshwright.graph import Value, spelled
 from meshwright.private import is_done, timeout_of, without_modes
-from meshwright.runtime.branches.exchange import as_recorded
+from meshwright.runtime.branches.exchange import cast, sent_dtype
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.program import Program
@@ -80,7 +80,8 @@ class Transfers:
         programs: of the microbatches.
         flights: (stage, microbatch) → its tensors on this rank.
         traffic: counts, which are updated.
-        casts: whether values are cast to the recorded type before they are sent: a trial computes in a wider one.
+        casts: whether values are cast to the dtype in which others wait for them: a trial may compute in a wider one.
+        wide: whether values with fractions are sent in float64.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Transfers:
         traffic: Traffic,
         *,
         casts: bool,
+        wide: bool = False,
     ) -> None:
         self._group, self._device, self._stage_rank = groups.pipeline, groups.device, stage_rank
         self._host_group = groups.hosts.get("pp")  # None: there are no other stages
@@ -99,7 +101,8 @@ class Transfers:
         self._sharers = groups.mesh.axis_size("tp") if len(groups.meshes) == 1 else 1
         self._tp = groups.tp if self._sharers > 1 else None
         self._tp_rank = groups.tp_rank
-        self._programs, self._flights, self._traffic, self._casts = programs, flights, traffic, casts
+        self._programs, self._flights, self._traffic = programs, flights, traffic
+        self._casts, self._wide = casts, wide
         self._timeout = None if self._host_group is None else timeout_of(self._host_group)
         self._arriving: dict[Action, list[_Arriving]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
@@ -184,8 +187,9 @@ class Transfers:
         graph, tensors = self._programs[action.microbatch].graph, []
         for n in self._numbers(action):
             value, t = graph.values[n], flight.outputs[n]
-            t = as_recorded(t, value) if self._casts else t
-            if (tuple(t.shape), str(t.dtype)) != (value.shape, f"torch.{value.dtype}"):
+            dtype = sent_dtype(value, wide=self._wide)
+            t = cast(t, dtype) if self._casts else t
+            if (tuple(t.shape), t.dtype) != (value.shape, dtype):
                 event = graph.events[value.position]
                 raise PathError(
                     f"{event.function} of {spelled(event.path)} gave {tuple(t.shape)} {t.dtype}, but {value.shape} "
@@ -203,7 +207,7 @@ class Transfers:
             exists = [grad is not None for grad in grads]
             self._send(action, [torch.tensor(exists, dtype=torch.uint8, device="cpu")])
         self._send(
-            action, [self._empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
+            action, [self.empty(values[n]).zero_() if g is None else g for n, g in zip(numbers, grads, strict=True)]
         )
 
     def _may_lack(self, action: Action) -> bool:
@@ -212,14 +216,15 @@ class Transfers:
 
     # --- receives ---------------------------------------------------------------------------------------------------
 
-    def _empty(self, value: Value) -> Tensor:
-        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device=self._device)
+    def empty(self, value: Value) -> Tensor:
+        """Memory for a value, not filled."""
+        return torch.empty(value.shape, dtype=sent_dtype(value, wide=self._wide), device=self._device)
 
     def _receive(self, action: Action) -> None:
         """Begins to receive the values or gradients of a transfer into new buffers."""
         source, values = self._stage_rank[action.other or 0], self._programs[action.microbatch].graph.values
         numbers = self._numbers(action)
-        buffers = [(n, self._empty(values[n])) for n in numbers]
+        buffers = [(n, self.empty(values[n])) for n in numbers]
         if action.kind == "RECV_B" and numbers and self._may_lack(action):
             exists = torch.empty(len(numbers), dtype=torch.uint8, device="cpu")
             buffers.insert(0, (_WHICH, exists))

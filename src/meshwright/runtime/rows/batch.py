@@ -192,6 +192,17 @@ def joined(batches: Sequence[Any]) -> Any:
     return mapped(lambda _: next(remaining), batches[0])
 
 
+def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
+    """A batch of this form with other tensors, in order, on the devices of its own; the same ones are shared by all rows."""
+    remaining = iter(tensors)
+
+    def other(t: Tensor) -> Tensor:
+        there = moved(next(remaining), t.device).requires_grad_(t.requires_grad)
+        return _shared(there) if getattr(t, "_mw_shared", False) else there
+
+    return mapped(other, batch)
+
+
 def copied(batch: Any) -> Any:
     """A copy of a batch in new memory.
 
