@@ -85,6 +85,10 @@ def shifted_gelu(h: Tensor, by: Tensor) -> Tensor:
     return y * 0.5 * (1.0 + torch.tanh(0.8 * y))
 
 
+doubled_rows = torch.func.vmap(lambda row: 2 * row)
+slope = torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))
+
+
 def multiplied(h: Tensor, *, by: float) -> Tensor:
     return h * by
 
@@ -155,6 +159,16 @@ class Block(nn.Module):
         elif does == "takes powers":
             h = 1 + h**2 - 2**h
             h **= 2
+        elif does == "runs forward-mode AD":
+            h = h + torch.func.jvp(torch.tanh, (h,), (torch.ones_like(h),))[1]
+        elif does == "keeps a dual number":
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(h, torch.ones_like(h))
+                h = h + torch.autograd.forward_ad.unpack_dual(dual.tanh()).tangent
+        elif does == "maps rows":
+            h = h + doubled_rows(h)
+        elif does == "takes a slope":
+            h = h + slope(h)
         elif does == "is scripted in part":
             h = shifted_gelu(h, self.norm2.bias)
         elif does == "prints":
@@ -305,6 +319,10 @@ REFUSED = {
     "listens": "register_hook changes what autograd knows",
     "prints": "it calls print",
     "is scripted in part": "it calls what torch.jit made",
+    "runs forward-mode AD": "a transform of torch.func is used",
+    "keeps a dual number": "forward-mode AD is used",
+    "maps rows": "a transform of torch.func is used",
+    "takes a slope": "a transform of torch.func is used",
     "counts in a default": "it changes what its code keeps",
     "asks a context variable": "it calls ContextVar.get",
     "asks an iterator": "NUMBERS is an iterator",

@@ -325,7 +325,7 @@ def _differing(now: Autocast, before: Autocast) -> Autocast:
 
 def _forbidden() -> dict[types.CodeType, str]:
     """Code of functions that change a forward in a way that nodes do not show → text for a person."""
-    from torch.autograd import graph
+    from torch.autograd import forward_ad, graph
     from torch.utils import checkpoint
 
     functions: dict[str, Any] = {
@@ -335,9 +335,11 @@ def _forbidden() -> dict[types.CodeType, str]:
         "saved_tensors_hooks": graph.saved_tensors_hooks.__enter__,
         "a generator of random numbers": torch.random.fork_rng,
         "torch.manual_seed": torch.manual_seed,
-        "a transform of torch.func": torch.func.vmap,
+        "forward-mode AD": forward_ad.dual_level.__enter__,
     }
-    return {inspect.unwrap(f).__code__: name for name, f in functions.items()}
+    transforms = dict.fromkeys((patch.plain for patch in patches.TRANSFORMS.values()), "a transform of torch.func")
+    names = {f: name for name, f in functions.items()} | transforms
+    return {inspect.unwrap(f).__code__: name for f, name in names.items()}
 
 
 _FORBIDDEN = _forbidden()

@@ -73,6 +73,11 @@ class Patch:
         self._plain: Callable[..., Any] = getattr(owner, name)
         self._now = self._plain
 
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The attribute as torch has it."""
+        return self._plain
+
     @contextmanager
     def on(self, change: Change, *, first: bool = False) -> Iterator[None]:
         """While on, the attribute is ``change(what it was)``. Contexts nest; the innermost change is called first, or last if
