@@ -111,7 +111,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ForwardOfAll:
     """A forward of all rows, which attempts may share: its results, once it has run, and the random numbers that it drew."""
 
     results: Results
@@ -123,14 +123,20 @@ class Attempt:
 
     Args:
         first: the number of rows in the first part; 0: about a half.
-        whole: the forward of these rows in another attempt.
+        of_all: the forward of all these rows in another attempt.
 
     Attributes:
         outside: the model's line at which a number of all rows lies outside of the range of those of the parts; or empty.
     """
 
     def __init__(
-        self, rows: Any, forwards: Forwards, computing: Computing, *, first: int = 0, whole: Whole | None = None
+        self,
+        rows: Any,
+        forwards: Forwards,
+        computing: Computing,
+        *,
+        first: int = 0,
+        of_all: ForwardOfAll | None = None,
     ) -> None:
         self._rows, self._count = rows, rows_of(rows)
         # Uneven, as even halves may be equal by chance.
@@ -138,31 +144,32 @@ class Attempt:
         self.outside = ""
         self._forwards, self._computing = forwards, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
-        whole = whole or Whole(Results(), DrawnNumbers(self._count))
-        self._whole, self._numbers, self._parts = whole.results, whole.numbers, dict[str, Results]()
+        of_all = of_all or ForwardOfAll(Results(), DrawnNumbers(self._count))
+        self._of_all, self._numbers = of_all.results, of_all.numbers
+        self._parts: dict[str, Results] = {}  # way → the results of the parts
 
     def compared(self, way: str) -> str:
-        """``way``, if the parts combine in this way into the whole, within the tolerance of the dtype; else ``COUPLED``. Raises
-        NotFiniteError."""
+        """``way``, if the losses of the parts combine in this way into that of all rows, within the tolerance of the dtype;
+        else ``COUPLED``. Raises NotFiniteError."""
         self._without_gradients(partial(self._try, way))
-        if not all(map(isfinite, (*self._whole.losses, *self._parts[way].losses))):
+        if not all(map(isfinite, (*self._of_all.losses, *self._parts[way].losses))):
             raise NotFiniteError
         return way if self._agrees(way, self._tolerance) else COUPLED
 
     def loss_of_all(self) -> float:
         """The loss of all rows."""
-        self._without_gradients(self._try_whole)
-        return self._whole.losses[0]
+        self._without_gradients(self._try_all)
+        return self._of_all.losses[0]
 
     def finite_together_alone(self, way: str) -> bool:
         """Whether the loss of all rows is finite, but the loss of a part is not."""
         self._without_gradients(partial(self._try, way))
-        return all(map(isfinite, self._whole.losses)) and not all(map(isfinite, self._parts[way].losses))
+        return all(map(isfinite, self._of_all.losses)) and not all(map(isfinite, self._parts[way].losses))
 
     def like(self, computing: Computing) -> Attempt:
         """An attempt with the same rows and random numbers that computes in another way."""
-        whole = Whole(Results(), self._numbers)
-        return Attempt(self._rows, self._forwards, computing, first=self._first, whole=whole)
+        of_all = ForwardOfAll(Results(), self._numbers)
+        return Attempt(self._rows, self._forwards, computing, first=self._first, of_all=of_all)
 
     def of(self, rows: Any, on: Trial = nullcontext, *, first: int | None = None) -> Attempt:
         """An attempt with other rows, in a further context; with parts of the same sizes, or as ``first`` says."""
@@ -180,8 +187,8 @@ class Attempt:
         first = min((size for size in sizes if 1 < size < self._count - 1), default=None)
         if first is None:
             return None
-        whole = Whole(self._whole, self._numbers)
-        return Attempt(self._rows, self._forwards, self._computing, first=first, whole=whole)
+        of_all = ForwardOfAll(self._of_all, self._numbers)
+        return Attempt(self._rows, self._forwards, self._computing, first=first, of_all=of_all)
 
     def weighs_nothing(self, way: str) -> bool:
         """Whether a part contributes nothing to the loss of all rows: all its labels are ignored, say."""
@@ -224,18 +231,18 @@ class Attempt:
 
     def counted(self) -> tuple[str, ...]:
         """The lines at which Python learnt how many elements a mask picked."""
-        return tuple(sorted(self._whole.reads[0].counted))
+        return tuple(sorted(self._of_all.reads[0].counted))
 
     def changes_state(self) -> bool:
         """Whether a forward changes the state of modules, so that the next may compute something else."""
-        after = self._whole.final_slots[0] if self._whole.final_slots else []
+        after = self._of_all.final_slots[0] if self._of_all.final_slots else []
         before = [local_tensor(getattr(*slot)).detach() for slot in self._forwards.changed]
         same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(after, before, strict=True))
-        return not same or bool(self._whole.final_attributes[0])
+        return not same or bool(self._of_all.final_attributes[0])
 
     def differing_attributes(self, way: str) -> dict[Name, str]:
         """The attributes that differ after a forward of all rows and one of the first part, and how."""
-        return differing(self._whole.final_attributes[0], self._parts[way].final_attributes[0])
+        return differing(self._of_all.final_attributes[0], self._parts[way].final_attributes[0])
 
     def computes_with(self, attributes: Mapping[Name, str], way: str) -> bool:
         """Whether the loss of the next forward depends on these attributes.
@@ -243,15 +250,15 @@ class Attempt:
         Two forwards begin with different values: those after a forward of all rows; and those after the first part if the
         shape is the same, else invented ones.
         """
-        whole, part = self._whole.final_attributes[0], self._parts[way].final_attributes[0]
+        of_all, of_part = self._of_all.final_attributes[0], self._parts[way].final_attributes[0]
         other = {
-            n: part[n] if how == VALUES else moved(whole[n])
+            n: of_part[n] if how == VALUES else moved(of_all[n])
             for n, how in attributes.items()
-            if n in whole and n in part
+            if n in of_all and n in of_part
         }
         losses = []
         try:
-            for begin in (whole, {**whole, **other}):
+            for begin in (of_all, {**of_all, **other}):
                 losses.append(self._without_gradients(partial(self._loss_after, begin)))
         except StageError:
             raise
@@ -264,12 +271,12 @@ class Attempt:
         trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
         return self._losses([self._rows], MEAN, trial)[0][0]
 
-    def _try_whole(self) -> None:
-        if not self._whole.losses:
-            self._whole = self._outcome([(0, self._count)], [self._rows], MEAN, self._numbers)
+    def _try_all(self) -> None:
+        if not self._of_all.losses:
+            self._of_all = self._outcome([(0, self._count)], [self._rows], MEAN, self._numbers)
 
     def _try(self, way: str) -> None:
-        self._try_whole()
+        self._try_all()
         spans = [(0, self._first), (self._first, self._count)]
         pieces = [take_rows(self._rows, *span) for span in spans]
         self._parts[way] = self._outcome(spans, pieces, way, self._numbers)
@@ -284,14 +291,14 @@ class Attempt:
         a = self._outcome([(0, count)], [once], MEAN, numbers).losses[0]
         b = self._outcome([(0, 2 * count)], [twice], MEAN, numbers).losses[0]
         noise = min(abs(b - a), abs(b - 2 * a)) / max(1.0, abs(a))
-        whole, backwards = self._whole.losses[0], reversed_rows(self._rows, self._count)
+        loss, backwards = self._of_all.losses[0], reversed_rows(self._rows, self._count)
         try:
             other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
         except StageError:
             raise
         except Exception:  # rows that must be in order: packed sequences, the longest first
             return 8 * noise
-        return 8 * min(noise, abs(other - whole) / max(1.0, abs(whole)))
+        return 8 * min(noise, abs(other - loss) / max(1.0, abs(loss)))
 
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:
         results = Results()
@@ -328,15 +335,15 @@ class Attempt:
                 return run()
 
     def _agrees(self, way: str, tolerance: float) -> bool:
-        """Whether the parts combine into the whole."""
-        whole, parts = self._whole, self._parts[way]
-        if any(not _close(a, b, tolerance) for a, b in zip(whole.final_slots[0], parts.final_slots[0], strict=True)):
+        """Whether the results of the parts combine into those of all rows."""
+        of_all, parts = self._of_all, self._parts[way]
+        if any(not _close(a, b, tolerance) for a, b in zip(of_all.final_slots[0], parts.final_slots[0], strict=True)):
             return False  # a buffer after the forward (a running mean) depends on its rows
-        self.outside = outside_of_parts(whole.reads[0], parts.reads)
+        self.outside = outside_of_parts(of_all.reads[0], parts.reads)
         if self.outside:
             return False
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
-        return abs(whole.losses[0] - together) <= tolerance * max(1.0, abs(whole.losses[0]))
+        return abs(of_all.losses[0] - together) <= tolerance * max(1.0, abs(of_all.losses[0]))
 
 
 @contextmanager

@@ -62,11 +62,12 @@ def _attributes(model: nn.Module) -> Iterator[tuple[Name, Any]]:
                 )
 
 
-def differing(whole: Mapping[Name, Any], part: Mapping[Name, Any]) -> dict[Name, str]:
+def differing(of_all: Mapping[Name, Any], of_part: Mapping[Name, Any]) -> dict[Name, str]:
     """The attributes that differ after a forward of all rows and after one of a part, and how: ``VALUES`` or ``ROWS``."""
-    names = [*whole, *(name for name in part if name not in whole)]
+    names = [*of_all, *(name for name in of_part if name not in of_all)]
     differences = {
-        name: _difference(whole[name], part[name]) if name in whole and name in part else VALUES for name in names
+        name: _difference(of_all[name], of_part[name]) if name in of_all and name in of_part else VALUES
+        for name in names
     }
     return {name: how for name, how in differences.items() if how}
 

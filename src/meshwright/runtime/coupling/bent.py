@@ -98,10 +98,10 @@ def bent(
     forwards.append(mode)
 
 
-def of_all_rows(whole: Sequence[Site], part: Sequence[Site]) -> list[int]:
+def of_all_rows(sites: Sequence[Site], sites_of_part: Sequence[Site]) -> list[int]:
     """The indices of the sites whose argument is a number of all rows: in a forward of a part it has the same shape, but
     another value."""
-    pairs = enumerate(zip(whole, part, strict=False))
+    pairs = enumerate(zip(sites, sites_of_part, strict=False))
     return [
         i for i, (a, b) in pairs
         if a.line == b.line and a.shape == b.shape and not torch.allclose(a.total, b.total, rtol=1e-12, atol=0.0)

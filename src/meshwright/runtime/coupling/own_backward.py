@@ -63,25 +63,26 @@ def own_backward(model: nn.Module, results: list[Changed]) -> Iterator[None]:
         yield
 
 
-def line_across_rows(whole: Sequence[Changed], parts: Sequence[Sequence[Changed]]) -> str | None:
+def line_across_rows(changes: Sequence[Changed], changes_of_parts: Sequence[Sequence[Changed]]) -> str | None:
     """The first line at which the result for the gradient of all rows does not follow from those of the parts; None if there
-    is none."""
-    for of_all, *of_parts in zip(whole, *parts, strict=False):
+    is none. ``changes``: in the forward of all rows, in order."""
+    for of_all, *of_parts in zip(changes, *changes_of_parts, strict=False):
         comparable = all(p.line == of_all.line and len(p.of_first) == len(of_all.of_first) for p in of_parts)
         if comparable and not _fits(of_all, of_parts):
             return of_all.line
     return None
 
 
-def _fits(whole: Changed, parts: Sequence[Changed]) -> bool:
-    if any(shape in others for shape, *others in zip(whole.shapes, *(p.shapes for p in parts), strict=False)):
-        return _makes(whole.of_sum, (whole.of_first, whole.of_second))
-    return _makes(whole.of_first, [p.of_first for p in parts])
+def _fits(of_all: Changed, parts: Sequence[Changed]) -> bool:
+    """Whether what a hook or Function makes of the gradient of all rows follows from what it makes of those of the parts."""
+    if any(shape in others for shape, *others in zip(of_all.shapes, *(p.shapes for p in parts), strict=False)):
+        return _are_sums(of_all.of_sum, (of_all.of_first, of_all.of_second))
+    return _are_sums(of_all.of_first, [p.of_first for p in parts])
 
 
-def _makes(whole: Gradients, parts: Sequence[Gradients]) -> bool:
+def _are_sums(gradients: Gradients, gradients_of_parts: Sequence[Gradients]) -> bool:
     """Whether gradients are the sums of their parts; or, if shapes differ, whether sums over their elements are."""
-    for gradient, *pieces in zip(whole, *parts, strict=True):
+    for gradient, *pieces in zip(gradients, *gradients_of_parts, strict=True):
         terms = [p for p in pieces if p is not None]
         if gradient is None or len(terms) < len(pieces):
             continue

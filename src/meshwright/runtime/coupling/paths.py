@@ -231,13 +231,13 @@ def _hash_of(name: str, caller: str, line: int) -> int:
     return zlib.crc32(f"{name} {caller} {line}".encode())  # equal in every process, unlike Python's hash
 
 
-def outside_of_parts(whole: ReadLog, parts: Sequence[ReadLog]) -> str:
+def outside_of_parts(of_all: ReadLog, parts: Sequence[ReadLog]) -> str:
     """The first line at which a number of all rows lies outside of the range of those of the parts; empty if there is none.
 
     If the number with which it is compared differs too, both grow with the number of rows (the sum of a mask, the number of
     elements): a comparison that has one result for the parts has the same for the whole. Such numbers do not count.
     """
-    for line, numbers in whole.numbers.items():
+    for line, numbers in of_all.numbers.items():
         others = [part.numbers.get(line, []) for part in parts]
         if any(len(other) != len(numbers) for other in others):
             continue  # a part took another path: the losses will show whether it matters

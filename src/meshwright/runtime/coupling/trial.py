@@ -124,7 +124,7 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
 def _also_otherwise(kind: str, attempt: Attempt, forwards: Forwards) -> bool:
     """Whether rows combine in this way in parts of other sizes, too, and with other integers."""
     elsewhere = attempt
-    # Parts with equal numbers of masked elements may make the whole by chance; parts of other sizes do not.
+    # Parts with equal numbers of masked elements may add up by chance; parts of other sizes do not.
     if (count := rows_of(attempt.rows)) > 2:
         elsewhere = attempt.divided_elsewhere() or attempt.of(rolled_rows(attempt.rows, count))
     if (other := _with_other_integers(elsewhere, count)) is not None:
@@ -160,23 +160,23 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
             break
     if outcome.most >= _NOT_FINITE:  # the forward fails with bent values: nothing can be concluded
         return None
-    whole, part, rest = seen[:3]
+    of_all, of_first, of_rest = seen[:3]
     if outcome.kind != kind:
-        return _acts(next((whole.corners[i].line for i in of_all_rows(whole.corners, part.corners)), ""))
-    line = line_across_rows(whole.gradients, (part.gradients, rest.gradients))
+        return _acts(next((of_all.corners[i].line for i in of_all_rows(of_all.corners, of_first.corners)), ""))
+    line = line_across_rows(of_all.gradients, (of_first.gradients, of_rest.gradients))
     if forwards.agreed(line is not None)[1]:
         return f"what its backward does at {line} follows from the gradients of all rows" if line else ""
-    of_batch = of_all_rows(whole.corners_of_batch, part.corners_of_batch)
+    of_batch = of_all_rows(of_all.corners_of_batch, of_first.corners_of_batch)
     if forwards.agreed(bool(of_batch))[1]:
         on = partial(bent, forwards.model, [], (), of_batch)
         if _tried(attempt.like(replace(computing, on=on)), forwards).kind != kind:
-            return _acts(next((whole.corners_of_batch[i].line for i in of_batch), ""))
-    compared = [i for i in of_all_rows(whole.compared, part.compared) if not whole.compared[i].read]
+            return _acts(next((of_all.corners_of_batch[i].line for i in of_batch), ""))
+    compared = [i for i in of_all_rows(of_all.compared, of_first.compared) if not of_all.compared[i].read]
     if not forwards.agreed(bool(compared))[1]:
         return None
     reversed_comparisons = replace(computing, on=partial(bent, forwards.model, [], compared))
     changes = _changes_loss(attempt, attempt.like(reversed_comparisons), forwards)
-    return _acts(next((whole.compared[i].line for i in compared), "")) if changes else None
+    return _acts(next((of_all.compared[i].line for i in compared), "")) if changes else None
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
