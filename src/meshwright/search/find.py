@@ -275,10 +275,13 @@ class _Space:
         staged = blocks if sends is not None else 0
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
-            selective = [estimator.selected(candidate, capacity) for candidate in every]
+            selective = [estimator.memory.selected(candidate, capacity) for candidate in every]
             every += [candidate for candidate in selective if candidate is not None]
         return cls(
-            tuple(map(estimator.estimate, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory
+            tuple(map(estimator.estimate, every)),
+            bool(staged) or devices == 1,
+            rehearsals.blocks,
+            estimator.memory.peak,
         )
 
 
