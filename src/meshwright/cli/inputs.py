@@ -276,7 +276,7 @@ def _profile_of(device: str | None) -> Profile:
     """The profile of this machine's devices. Raises PlanError if there is none."""
     import torch
 
-    from meshwright.hardware.here import profile_here
+    from meshwright.hardware.devices import profile_here
 
     return profile_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
