@@ -33,7 +33,7 @@ from small_models import MODELS, Model
 import meshwright as mw
 from meshwright.amounts import duration_text, size_text
 from meshwright.errors import PlanError
-from meshwright.hardware.local import CPU_LOCAL
+from meshwright.hardware.profile_file import CPU_LOCAL
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
 from meshwright.planned import make_job

@@ -17,7 +17,7 @@ from commands import meshwright
 from meshwright import Plan, PlanError
 from meshwright.amounts import duration_text
 from meshwright.hardware import profiles, read_profile
-from meshwright.hardware.here import GPUS, profile_of_gpu
+from meshwright.hardware.devices import GPUS, profile_of_gpu
 from meshwright.search.space import candidates
 from meshwright.workers.pool import LocalWorkers, WorkerError
 

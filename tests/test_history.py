@@ -11,7 +11,7 @@ from torch import nn
 
 from commands import meshwright
 from meshwright.checkpoint.jobs import save_checkpoint
-from meshwright.cli.foretold import worth_drawing
+from meshwright.cli.step_timelines import worth_drawing
 from meshwright.draw.html.run import run_page
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.run import StepInTime, drawn

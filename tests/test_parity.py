@@ -26,10 +26,10 @@ from meshwright.parity import TOLERANCES
 from meshwright.parity.case import Case
 from meshwright.parity.compare import differences
 from meshwright.parity.facts import Facts, copies_of
+from meshwright.parity.job import gradients_as_planned
 from meshwright.parity.optimizer import sgd
-from meshwright.parity.quiet import silence
-from meshwright.parity.the_job import gradients_as_planned
-from meshwright.parity.widened import widened
+from meshwright.parity.preparation import disable_dropout
+from meshwright.parity.widening import widened
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from test_branches import WAYS
@@ -380,11 +380,11 @@ def test_a_model_that_draws_is_compared_in_eval_mode(check: Check) -> None:
     assert any("compared in eval mode" in note for note in report.notes)
 
 
-def test_silence_leaves_a_shared_configuration_alone() -> None:
+def test_disable_dropout_leaves_a_shared_configuration_alone() -> None:
     shared = SimpleNamespace(dropout=0.1, width=3)
     model = nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.5), nn.AlphaDropout(0.1))
     model.config = model[0].config = shared
-    assert silence(model) == 4
+    assert disable_dropout(model) == 4
     assert (model[0].dropout, model[1].dropout, model[2].p) == (0.0, 0.0, 0.0)
     assert model.config is model[0].config and vars(model.config) == {"dropout": 0.0, "width": 3}
     assert shared.dropout == 0.1

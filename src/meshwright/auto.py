@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
-from meshwright.hardware.here import profile_here
+from meshwright.hardware.devices import profile_here
 from meshwright.hardware.profile import Profile
 from meshwright.plan import Plan
 from meshwright.runtime.rows.batch import mapped, plain

@@ -56,7 +56,7 @@ class Join:
         first: the first event of the region.
         values: (value, the branch that made it), in a fixed order.
         takers: value → the other branches that take it, for a value that only branches take.
-        kept: values that the branch that made them also takes later: it computes with its own tensor.
+        used_by_maker: values that the branch that made them also takes later: it computes with its own tensor.
         branches: all branches of the region.
     """
 
@@ -65,7 +65,7 @@ class Join:
     around: int
     values: tuple[tuple[int, int], ...]
     takers: Mapping[int, frozenset[int]]
-    kept: frozenset[int]
+    used_by_maker: frozenset[int]
     branches: tuple[int, ...]
 
 
@@ -437,8 +437,8 @@ class _Around:
         takers = {n: self._takers(n, end) for n in branch_of}
         values = tuple(sorted((n, b) for n, b in branch_of.items() if n in outside or takers[n] - {b}))
         apart = {n: takers[n] - {b} for n, b in values if n not in outside}
-        kept = frozenset(n for n, b in values if b in takers[n])
-        return Join(min(branches.values()), end, self.around, values, apart, kept, tuple(branches))
+        used_by_maker = frozenset(n for n, b in values if b in takers[n])
+        return Join(min(branches.values()), end, self.around, values, apart, used_by_maker, tuple(branches))
 
 
 def _wholes(graph: ModelGraph, event_places: Sequence[int]) -> list[int]:

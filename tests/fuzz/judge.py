@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.errors import PlanError, RowsError, UncutPathError
-from meshwright.parity.quiet import perturbed
+from meshwright.parity.preparation import perturbed
 from meshwright.recipe import take_slices
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.microbatches import take_rows

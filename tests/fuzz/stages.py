@@ -22,7 +22,7 @@ from program import Case, Run
 from torch import nn
 
 from meshwright.errors import PlanError, UncutPathError
-from meshwright.parity.quiet import perturbed
+from meshwright.parity.preparation import perturbed
 from meshwright.private import hooked
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spmd"))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.recording.assembly import joined
 from meshwright.recording.causes import CAUSES, PAGE
+from meshwright.recording.diagnosis import Facts, grouped
 from meshwright.recording.folder import Seen
-from meshwright.recording.joined import joined
-from meshwright.recording.meaning import Facts, grouped
 from meshwright.recording.pattern import Pattern, pattern_of
 from meshwright.recording.tolerance import tolerance_of
 from meshwright.recording.verdict import Wrong

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.schedule import make_schedule, timeline
-from meshwright.search.estimate import pipelined
+from meshwright.search.pipeline import pipelined
 from meshwright.search.space import Candidate
 from meshwright.search.stages import balanced
 

@@ -17,9 +17,10 @@ from meshwright.prediction.rehearsal import TWO_STEPS, Step, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
-from meshwright.search.estimate import Estimated, Estimator, pipelined
+from meshwright.search.estimate import Estimated, Estimator
 from meshwright.search.find import repeated
 from meshwright.search.pieces import DP_SHARD, MANY_ROWS
+from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
@@ -267,7 +268,7 @@ def test_what_the_optimizer_needs_is_not_taken_for_activations():
     assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
     estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
-    assert estimator.memory(one) == pytest.approx((pieces.persistent + 8) * pieces.total_elements / 2)
+    assert estimator.memory.peak(one) == pytest.approx((pieces.persistent + 8) * pieces.total_elements / 2)
 
 
 class TwoKinds(Tower):

@@ -37,7 +37,7 @@ SOURCES = Path(meshwright.__file__).parent
 SETS = {
     "calls/structure.py": "buffers of the model's modules that torch.jit made",
     "checkpoint/load.py": "tensors of the model's modules",
-    "parity/quiet.py": "attributes of the model's modules, and of its configs",
+    "parity/preparation.py": "attributes of the model's modules, and of its configs",
     "deferred/__init__.py": "hooks of the model's parameters, back on them",
     "planning/units.py": "parameters of the model's modules, back after their unit",
     "runtime/weights/parameters.py": "parameters of the model's modules",

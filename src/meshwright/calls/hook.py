@@ -8,7 +8,7 @@
       │                  open   the call runs, and its functions are traced: 4 and 5, as they cannot be recomputed
       │                  stub   nothing of the call runs: its recorded result stands in
       ├─ 3  recompute  activations are dropped, and computed again in the backward (runtime/weights/recompute.py)
-      ├─ 4  within     a context is on: a wider dtype, in a check (parity/widened.py)
+      ├─ 4  within     a context is on: a wider dtype, in a check (parity/widening.py)
       ├─ 5  replay     the block's recorded program runs on local tensors (replay/)
       └─ 6  the module's own forward
 

@@ -8,7 +8,7 @@ in the order of the program, on every rank of the place around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
-from meshwright.calls.changes import map_changed
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, Started, Streams
 from meshwright.calls.hook import Forward
-from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor, RowShard, sized
+from meshwright.calls.place_runner import PlaceRunner
+from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor
+from meshwright.calls.results import Results, as_new_tensors, batch_tensors_of
 from meshwright.calls.stage import OPEN, STUB, StageProgram
 from meshwright.calls.structure import map_tensors, put_tensors, tensors_of
 from meshwright.calls.stub import stub
@@ -79,10 +80,11 @@ class StageInterpreter(Tracer):
         failures: list[Exception] | None = None,
     ) -> None:
         super().__init__(carried)
-        self._failures = failures
         self.program, self.graph, self.device = program, program.graph, device
-        self._name, self._send, self._exchange = name, send, exchange
-        self._values, self._streams = StageValues(program), streams
+        self._name, self._send, self._streams = name, send, streams
+        self._values = StageValues(program)
+        self._results = Results(program, self._values, device)
+        self._runner = PlaceRunner(program, exchange, device, failures)
         self._crossings = Crossings(program, self._values, exchange)
         self._started: list[tuple[int, Call, Started]] = []
         self._open_units = 0
@@ -116,15 +118,6 @@ class StageInterpreter(Tracer):
         self.name_value(t, number)
         self._values[number] = t
 
-    def _record_value(self, t: Tensor, number: int | None, since: int, place: int = 0) -> None:
-        """Adds a result of this stage, in a place. A value from before position ``since`` is only marked: it is an input."""
-        if number is None or isinstance(t, (nn.Parameter, Placeholder)):
-            return
-        self.name_value(t, number)
-        if self.graph.values[number].position < since:
-            return
-        self._values.add(number, t, place)
-
     def _stop_if_done(self) -> None:
         """Called between calls and events, when the hooks of the last call have run. Within an FSDP unit they have not."""
         if self._values.complete and not self.program.last and not self._open_units:
@@ -151,7 +144,7 @@ class StageInterpreter(Tracer):
             self.closed += 1
             result = block.finish()
             self.closed -= 1
-            self._finish_call(call, result)
+            self._results.of_call(self, call, result)
         while self._crossings.due(position):
             self.closed += 1
             self._crossings.cross(self.keep)
@@ -193,8 +186,9 @@ class StageInterpreter(Tracer):
         if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
             self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
-            result = self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs))
-            self._record_changes(call, (args, kwargs), [])
+            result = as_new_tensors(self, result, (args, kwargs), call.outputs)
+            result = self._results.of_call(self, call, result)
+            self._results.add_changes(self, call, (args, kwargs), [])
         return result
 
     def _run_call(self, path: Path, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,7 +198,7 @@ class StageInterpreter(Tracer):
         # What the call changes must be the model's own containers and objects, not copies.
         put = put_tensors if call.changes else map_tensors
         args, kwargs = put(lambda t: self._tensor_of(t, place), model_args)
-        batch_tensors = self._batch_tensors((args, kwargs)) if call.changes else []
+        batch_tensors = batch_tensors_of(self, (args, kwargs)) if call.changes else []
         self._values.wait_for_inputs(call, place)
         self.closed += 1
         if self._streams is not None and path in self.program.streamed:
@@ -213,93 +207,15 @@ class StageInterpreter(Tracer):
             self.closed -= 1
             return stub(call, *model_args, self._stand_in, self.name_value)
         try:
-            run = forward.run
-            result = run(*args, **kwargs) if not place else self._run_in_branch(place, run, args, kwargs)
+            result = self._runner.run(place, forward.run, args, kwargs)
         except Exception as error:
-            if not place or self._failures is None:
+            if not self._runner.failed(place, error):
                 raise
-            self._failures.append(error)
-            result = stub(call, args, kwargs, partial(self._ones_in_branch, place), self.name_value)
+            result = stub(call, args, kwargs, partial(self._runner.ones, place), self.name_value)
         finally:
             self.closed -= 1
-        self._record_changes(call, (args, kwargs), batch_tensors)
-        return self._finish_call(call, self._as_new_tensors(result, (args, kwargs), call.outputs), place)
-
-    def _record_changes(self, call: Call, arguments: Any, batch_tensors: Sequence[Tensor]) -> None:
-        """Adds the values that an untraced call left in containers and objects among its arguments.
-
-        Args:
-            batch_tensors: the tensors of the batch among its arguments, before the call.
-        """
-        for change in call.changes:
-            try:
-                tensors = tensors_of(map_changed(_as_new(batch_tensors, change.values), change, arguments))
-            except LookupError:
-                tensors = []
-            if len(tensors) != len(change.values):
-                raise PathError(
-                    f"{spelled(call.path)} left {len(tensors)} tensors in an argument, "
-                    f"but {len(change.values)} in the recorded forward"
-                )
-            for t, number in zip(tensors, change.values, strict=True):
-                self._record_value(t, number, call.start)
-
-    def _batch_tensors(self, arguments: Any) -> list[Tensor]:
-        """The tensors among arguments that are no values: those of the batch, and what follows from it alone."""
-        return [t for t in tensors_of(arguments) if not self.is_value(t) and not isinstance(t, nn.Parameter)]
-
-    def _run_in_branch(
-        self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs a call or event of a branch: on this rank's share of the rows, with the random numbers of the branch."""
-        assert self._exchange is not None
-        exchange = self._exchange
-        with exchange.inside(place):
-            args, kwargs = map_tensors(lambda t: exchange.take_rows(place, t), (args, kwargs))
-            return forward(*args, **kwargs)
-
-    def _ones_in_branch(self, place: int, number: int, like: Tensor) -> Tensor:
-        """Ones for this rank's rows of a value of a branch. ``like``: the recorded tensor."""
-        assert self._exchange is not None
-        return self._exchange.take_rows(place, self._exchange.ones_like(self.graph.like(number, like)))
-
-    def _finish_call(self, call: Call, result: Any, place: int = 0) -> Any:
-        """Adds the result of an untraced call that this rank ran. Returns the result that the model sees."""
-        tensors = tensors_of(result)
-        if len(tensors) != len(call.outputs):
-            raise PathError(
-                f"{spelled(call.path)} returned {len(tensors)} tensors, but {len(call.outputs)} in the recorded forward"
-            )
-        for t, number, before in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
-            self._record_value(t, number, call.start, place)
-            self._unmark_parameter(t, before)
-        return self._all_rows(result, place, call.outputs, call.returned)
-
-    def _as_new_tensors(self, result: Any, arguments: Any, numbers: Sequence[int | None]) -> Any:
-        """``result``, with a view in place of a value that is, in this run, a tensor of the batch itself.
-
-        ``mask.type_as(x)`` is a value; if the mask has that dtype already, the result is the mask. The mask itself must not
-        be marked as a value, as functions of it alone are no events.
-        """
-        batch_tensors = self._batch_tensors(arguments)
-        return map_tensors(_as_new(batch_tensors, numbers), result) if batch_tensors else result
-
-    def _all_rows(self, result: Any, place: int, numbers: Sequence[int | None], recorded: Any) -> Any:
-        """A result of a place as the model sees it: with all rows, also if this rank has only some of them."""
-        if not self.program.divides(place):
-            return result
-        recorded_tensors = zip(numbers, tensors_of(recorded), strict=True)
-
-        def with_all_rows(t: Tensor) -> Tensor:
-            number, like = next(recorded_tensors)
-            return t if number is None else RowShard(like, self, number, self.device, t)
-
-        return map_tensors(with_all_rows, result)
-
-    def _unmark_parameter(self, t: Tensor, before: Tensor) -> None:
-        """If a recorded result was a parameter, its local part is the result now, and is no value."""
-        if isinstance(before, nn.Parameter) and not isinstance(t, nn.Parameter):
-            self.name_value(t, None)
+        self._results.add_changes(self, call, (args, kwargs), batch_tensors)
+        return self._results.of_call(self, call, as_new_tensors(self, result, (args, kwargs), call.outputs), place)
 
     def _run_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model's own forward. Returns the values that other stages take, or on the last stage the model's output."""
@@ -361,19 +277,11 @@ class StageInterpreter(Tracer):
             self.name_value(tensors[i], number)
             self._stale |= not self.program.runs(position)
             if self.program.runs(position):
-                self._record_value(tensors[i], number, position, place)
+                self._results.add(self, tensors[i], number, position, place)
         result = self._result_of(event, position, func, args, kwargs, tensors)
-        self._renumber(event, position, place)
+        self._results.renumber(self, event, position, place)
         self._values.note_passed(position)
         return result
-
-    def _renumber(self, event: Event, position: int, place: int) -> None:
-        """Gives new numbers to the other values in the memory to which an event wrote."""
-        for before, now in event.renamed:
-            t = self._values.made_tensor(before, place)
-            self.renamed[before] = now
-            if self.program.runs(position) and t is not None:
-                self._record_value(t, now, position, place)
 
     def _result_of(
         self,
@@ -392,7 +300,7 @@ class StageInterpreter(Tracer):
         if self.program.runs(position) or (has_inputs and (event.reads or event.hands_on)):
             return self._run(event, func, args, kwargs)  # (a parameter that is read is on every stage)
         if position in self.program.shared_draws or position in self.program.other_stage_draws:
-            self._discard_draw(func, args, kwargs)
+            self._runner.discard_draw(func, args, kwargs)
         if event.reads:
             missing = next(n for n in event.inputs if n not in self._values)
             raise self.unavailable(missing, event.function, event.line)
@@ -410,18 +318,16 @@ class StageInterpreter(Tracer):
         placeholders = (t for t in tensors_within((args, kwargs)) if isinstance(t, Placeholder))
         if (missing := next(placeholders, None)) is not None:
             raise self.unavailable(missing._mw_value[1], event.function, event.line)
-        if self._exchange is not None and self.program.divides(place):
-            args = sized(func, args, *self._exchange.row_counts(place))
+        args = self._runner.sized(place, func, args)
         try:
             if position in self.program.shared_draws:
-                result = self._draw_in_branch(place, func, model_args, (args, kwargs))
+                result = self._runner.shared_draw(place, func, model_args, (args, kwargs))
             else:
-                result = func(*args, **kwargs) if not place else self._run_in_branch(place, func, args, kwargs)
+                result = self._runner.run(place, func, args, kwargs)
         except Exception as error:
-            if not place or self._failures is None or event.reads:
+            if event.reads or not self._runner.failed(place, error):
                 raise
-            self._failures.append(error)
-            result = self._ones_of_event(event, place, target_of(func, args, kwargs))
+            result = self._runner.ones_of_event(event, place, target_of(func, args, kwargs))
         if event.reads and event.inputs:
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_inputs(self.graph.calls[event.path], place)
@@ -430,74 +336,12 @@ class StageInterpreter(Tracer):
             return result
         ours = target_of(func, args, kwargs)
         if target is None or ours is None:
-            result = self._as_new_tensors(result, (args, kwargs), event.outputs)
+            result = as_new_tensors(self, result, (args, kwargs), event.outputs)
         else:
-            self._record_value(ours, event.written, position)
+            self._results.add(self, ours, event.written, position)
             if target is not ours:  # the model continues with its own tensor
                 self.name_value(target, event.written)
-        return self._finish_event(event, result, ours if target is not None else None, place)
-
-    def _ones_of_event(self, event: Event, place: int, written: Tensor | None) -> Any:
-        """Ones for the results of an event of a branch that has failed; ``written``: this rank's tensor to which it writes."""
-        numbers = iter(event.outputs)
-
-        def ones(t: Tensor) -> Tensor | None:
-            number = next(numbers)
-            if number is None:
-                return t
-            is_target = number == event.written and written is not None
-            return written if is_target else self._ones_in_branch(place, number, t)
-
-        return map_within(ones, self.graph.outputs[event.path, event.index])
-
-    def _finish_event(self, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
-        """Adds the results of an event that this rank ran. Returns the result that the model sees.
-
-        ``written``: this rank's tensor to which the event wrote, which has been added already.
-        """
-        position = self.graph.positions[event.path, event.index]
-        recorded_result = self.graph.outputs[event.path, event.index]
-        results, recorded = tensors_within(result), tensors_within(recorded_result)
-        if len(results) != len(event.outputs):
-            raise PathError(
-                f"{event.function} at {event.line} gave {len(results)} tensors, but {len(event.outputs)} were recorded"
-            )
-        for t, number, before in zip(results, event.outputs, recorded, strict=True):
-            if t is not written:
-                self._record_value(t, number, position, place)
-            self._unmark_parameter(t, before)
-        return self._all_rows(result, place, event.outputs, recorded_result)
-
-    def _draw_in_branch(self, place: int, func: Any, model_args: Any, local_args: Any) -> Any:
-        """A draw in a branch from random numbers of the trunk. A rank that has some of the rows draws for all rows.
-
-        Args:
-            model_args: (args, kwargs) as the model passes them; ``local_args``: as this rank has them.
-        """
-        args, kwargs = local_args
-        if not self.program.divides(place):
-            return func(*args, **kwargs)
-        assert self._exchange is not None
-        exchange, likes = self._exchange, iter(tensors_of(model_args))
-
-        def of_all_rows(t: Tensor) -> Tensor:
-            like = next(likes)
-            return exchange.padded(place, t, like) if t.shape != like.shape else t
-
-        args, kwargs = map_tensors(of_all_rows, local_args)
-        return map_tensors(lambda t: exchange.take_rows(place, t), func(*args, **kwargs))
-
-    def _discard_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Draws as many numbers as another branch or stage does, and drops them: all draw from one generator, whose state must
-        stay equal on all ranks."""
-        ones_like = self._ones_like if self._exchange is None else self._exchange.ones_like
-        args, kwargs = map_tensors(ones_like, (args, kwargs))
-        with torch.no_grad():
-            func(*args, **kwargs)
-
-    def _ones_like(self, like: Tensor) -> Tensor:
-        device = self.device if like.is_meta else like.device
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).fill_(1)
+        return self._results.of_event(self, event, result, ours if target is not None else None, place)
 
     def _remote_result(self, event: Event, target: Tensor | None, tensors: list[Tensor]) -> Any:
         """The result of an event of another stage or branch, with the tensors that stand for its values on this rank.
@@ -567,18 +411,3 @@ _ORDINARY = frozenset([Tensor, nn.Parameter])
 _DEVICE = Tensor.device.__get__
 # Facts for which the memory of a value must be filled.
 _READS_MEMORY = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])
-
-
-def _as_new(batch_tensors: Sequence[Tensor], numbers: Iterable[int | None]) -> Callable[[Tensor], Tensor]:
-    """A function for the results of a call, one after the other: a view of each value that is a tensor of the batch itself.
-
-    Args:
-        numbers: of the results: the number of the value; None for a result that is no value.
-    """
-    remaining_numbers = iter(numbers)
-
-    def as_new(t: Tensor) -> Tensor:
-        is_value = next(remaining_numbers, None) is not None
-        return t.view_as(t) if is_value and any(t is x for x in batch_tensors) else t
-
-    return as_new

@@ -90,7 +90,9 @@ class StageValues:
             branch_values: those that this rank's branches made.
             arriving: those that other ranks send; their memory is filled when ``wait`` has returned.
         """
-        self._made |= {(n, b): branch_values[n] for n, b in move.values if n in branch_values and n in move.kept}
+        self._made |= {
+            (n, b): branch_values[n] for n, b in move.values if n in branch_values and n in move.used_by_maker
+        }
         self._arriving |= dict.fromkeys(arriving, wait)
         self.missing -= {n for n, _ in move.values}
 

@@ -44,7 +44,7 @@ def calibrate(
     shares caches and memory. Other commands find the profile as cpu-local.
     """
     with processes.reported_errors():
-        from meshwright.hardware.local import calibrated_file, keep_profile
+        from meshwright.hardware.profile_file import calibrated_file, keep_profile
 
         file = out or calibrated_file()
         _check_out(file, out)

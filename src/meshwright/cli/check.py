@@ -6,7 +6,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli import processes
-from meshwright.cli.given import Inputs
+from meshwright.cli.inputs import Inputs
 from meshwright.cli.options import (
     DeviceOption,
     LossOption,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.given import Problems
+from meshwright.cli.inputs import Problems
 from meshwright.cli.request import Request
 from meshwright.cli.subject import Subject, plans_in, quiet
 from meshwright.draw.console import console

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli import processes
-from meshwright.cli.given import check_rank
+from meshwright.cli.inputs import check_rank
 from meshwright.cli.options import (
     GlobalBatchOption,
     HardwareOption,

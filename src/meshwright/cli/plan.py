@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli import processes
 from meshwright.cli.comparison import print_comparison
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Problems
+from meshwright.cli.inputs import Problems
 from meshwright.cli.options import (
     BestPlanOption,
     DevicesOption,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.text import Text
 
-from meshwright.cli.given import Inputs
+from meshwright.cli.inputs import Inputs
 from meshwright.draw.console import console
 from meshwright.errors import NonFiniteError, PlanError, ReplicaError, RowsError
 

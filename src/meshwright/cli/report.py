@@ -30,7 +30,7 @@ def report(
     tensors; use meshwright inspect to compare checkpoints with their checksums.
     """
     with processes.reported_errors():
-        from meshwright.cli.foretold import steps_in_time
+        from meshwright.cli.step_timelines import steps_in_time
         from meshwright.draw.html.run import run_page
         from meshwright.draw.plain import to_plain
         from meshwright.draw.run import chosen, drawn

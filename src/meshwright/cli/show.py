@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.cli import processes
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Inputs, Problems, check_nodes, check_rank
+from meshwright.cli.inputs import Inputs, Problems, check_nodes, check_rank
 from meshwright.cli.options import (
     GlobalBatchOption,
     HTMLOption,

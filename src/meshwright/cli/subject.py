@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import processes
-from meshwright.cli.given import Inputs, Problems, divided, pieces_of
+from meshwright.cli.inputs import Inputs, Problems, divided, pieces_of
 from meshwright.cli.request import Request
 from meshwright.errors import Findings, PlanError
 from meshwright.plan import Plan
@@ -140,7 +140,7 @@ def named_profile(hardware: str | None, network: str | None) -> Profile:
     Raises:
         PlanError: no profile has this name, or it has no such network; or this machine has not been measured.
     """
-    from meshwright.hardware.local import CPU_LOCAL, calibrated_file
+    from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file
     from meshwright.hardware.reader import ALIASES, profiles, read_profile
 
     if hardware is None and not calibrated_file().is_file():

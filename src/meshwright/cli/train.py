@@ -17,11 +17,9 @@ import typer
 
 from meshwright.amounts import size_text
 from meshwright.checkpoint.lock import hold
-from meshwright.cli import course as courses
-from meshwright.cli import processes
-from meshwright.cli.course import Same
+from meshwright.cli import processes, run_folder
 from meshwright.cli.files import write_whole
-from meshwright.cli.given import Inputs
+from meshwright.cli.inputs import Inputs
 from meshwright.cli.live import Live
 from meshwright.cli.options import (
     AsyncSaveOption,
@@ -46,6 +44,7 @@ from meshwright.cli.options import (
     TimeoutOption,
 )  # fmt: skip
 from meshwright.cli.request import Request
+from meshwright.cli.run_folder import Same
 from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
 from meshwright.plan import Plan
@@ -138,10 +137,10 @@ def train(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, also within a collective; each rank gets its own
     request = Request(target, mesh, plan, set_, loss, seq, ranks, device, global_batch=global_batch)
     with processes.reported_errors(quiet=rank > 0):
-        folder = out or courses.folder_of(target)
+        folder = out or run_folder.folder_of(target)
         if fresh:
-            courses.check_fresh(folder)
-        before = None if fresh else courses.begun(folder)
+            run_folder.check_fresh(folder)
+        before = None if fresh else run_folder.begun(folder)
         inputs, rows = _inputs(request, before)
         same = Same(target, inputs.settings, loss, rows, lr, inputs.plan.seed)
         course = Course(
@@ -226,7 +225,7 @@ def _check_course(inputs: Inputs, course: Course, global_batch: int | None, befo
     from meshwright.train.metrics import check_tensorboard
 
     if before is not None:
-        courses.check_same(course.folder, before, course.same)
+        run_folder.check_same(course.folder, before, course.same)
     if course.tensorboard:
         check_tensorboard()
     if global_batch is not None and inputs.target.dataset is None and not inputs.target.spec.startswith("hf:"):
@@ -243,10 +242,10 @@ def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:
     """Prepares the folder of a run: with ``--fresh`` renames an old run, and writes ``run.json`` for a new one."""
     if fresh and course.folder.is_dir():
         hold(course.folder, tell=lambda text: console().print(text, highlight=False, soft_wrap=True)).release()
-    if fresh and (new_name := courses.set_aside(course.folder)) is not None:
+    if fresh and (new_name := run_folder.set_aside(course.folder)) is not None:
         console().print(f"{course.folder} is now {new_name}", highlight=False)
     if before is None:
-        courses.write(course.folder, course.same)
+        run_folder.write(course.folder, course.same)
 
 
 def _print_result(course: Course, outcome: Outcome, seconds: float) -> None:
@@ -267,7 +266,7 @@ def _print_result(course: Course, outcome: Outcome, seconds: float) -> None:
 
 def _links(folder: Path) -> Iterator[tuple[str, str]]:
     """(name, description) of the newest checkpoint, of the comparisons of replicas, and of the report, which it writes."""
-    from meshwright.cli.foretold import not_foretold
+    from meshwright.cli.step_timelines import without_predictions
     from meshwright.draw.html.run import run_page
     from meshwright.draw.run import verdict_text
     from meshwright.train.history import history
@@ -278,7 +277,7 @@ def _links(folder: Path) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"{folder / newest.name}, {newest.problem or size_text(newest.bytes)}"
     if run.comparisons:
         yield "verdict", verdict_text(run.comparisons)
-    write_whole(folder / "report.html", run_page(run, not_foretold(run)))
+    write_whole(folder / "report.html", run_page(run, without_predictions(run)))
     yield "report", f"{folder / 'report.html'}: a browser opens it from disk"
 
 

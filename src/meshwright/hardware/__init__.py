@@ -3,7 +3,8 @@
 profile      Profile, Link, Curve, Estimate       a device and its links: rates, efficiencies by size, scatter
 collectives  collective, Group                    seconds of a collective, by algorithm and by how its ranks lie on nodes
 reader       read_profile, profiles               reads a profile from a YAML file; the files of this package are in profiles/
-local        calibrated_file                      the path of this machine's profile
+profile_file calibrated_file                      the path of this machine's profile
+devices      profile_here                         the profile of this machine's devices
 quantity     read_quantity, spell_quantity        a number with a unit as text: "3.35 TB/s"
 calibrate    calibrate                            measures the CPU of this machine
 exchange     measured_link                        measures the link between processes
@@ -16,8 +17,8 @@ exchange     measured_link                        measures the link between proc
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.exchange import measured_link
-from meshwright.hardware.local import CPU_LOCAL, calibrated_file, keep_profile
 from meshwright.hardware.profile import Curve, Estimate, Link, Profile
+from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file, keep_profile
 from meshwright.hardware.reader import profiles, read_profile
 
 __all__ = [

@@ -76,6 +76,22 @@ def calibrate(
     meter = Meter(rounds, budget)
     tell("the host's part of small functions")
     meter.host, backward = _host(meter)
+    return Profile(
+        **_machine(),
+        **_computes(meter, sides, lengths, tell),
+        **_moves(meter, sizes, tell),
+        slower=_slower(meter),
+        host=meter.host,
+        host_backward=backward,
+        scatter=meter.scatter,
+        devices_per_node=devices_per_node,
+    )
+
+
+def _computes(
+    meter: Meter, sides: Sequence[int], lengths: Sequence[int], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """The fields of the profile for flops: the peak of each dtype, the curves of products and attentions."""
     products, attentions = {}, {}
     for dtype in DTYPES:
         tell(f"products of matrices in {dtype}")
@@ -83,23 +99,20 @@ def calibrate(
     for dtype in ("float32", "bfloat16"):
         tell(f"attention in {dtype}")
         attentions[dtype] = meter.points(_attentions(dtype, lengths))
+    peak = {dtype: rate(points, CLEAR * meter.host) for dtype, points in products.items()}
+    return {
+        "peak": peak,
+        "matmul": {dtype: curve(points, peak[dtype]) for dtype, points in products.items()},
+        "attention": {dtype: curve(points, peak[dtype]) for dtype, points in attentions.items()},
+    }
+
+
+def _moves(meter: Meter, sizes: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:
+    """The fields of the profile for bytes: the bandwidth of memory, and its curve."""
     tell("copies and additions in memory")
     streams = steady(meter.points(_streams(sizes)))
-    peak = {dtype: rate(points, CLEAR * meter.host) for dtype, points in products.items()}
     bandwidth = rate(streams, CLEAR * meter.host)
-    return Profile(
-        **_machine(),
-        peak=peak,
-        matmul={dtype: curve(points, peak[dtype]) for dtype, points in products.items()},
-        attention={dtype: curve(points, peak[dtype]) for dtype, points in attentions.items()},
-        bandwidth=bandwidth,
-        streaming=curve(streams, bandwidth),
-        slower=_slower(meter),
-        host=meter.host,
-        host_backward=backward,
-        scatter=meter.scatter,
-        devices_per_node=devices_per_node,
-    )
+    return {"bandwidth": bandwidth, "streaming": curve(streams, bandwidth)}
 
 
 def _machine() -> dict[str, Any]:

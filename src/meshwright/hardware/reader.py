@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright.errors import Finding, Findings, listing, nearest
-from meshwright.hardware.local import CPU_LOCAL, calibrated_file
 from meshwright.hardware.profile import Curve, Link, Profile
+from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file
 from meshwright.hardware.quantity import EXAMPLES, UNITS, Kind, read_quantity, spell_quantity
 from meshwright.hardware.text import ABSENT
 from meshwright.plan.source import KeyPath, Source, example, flow

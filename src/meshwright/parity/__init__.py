@@ -2,9 +2,9 @@
 
     case        the model, the batch and the steps to compare; the rows of each forward
     one_device  the reference: the model in plain PyTorch, in one worker
-    the_job     the model under the plan, in all workers
+    job         the model under the plan, in all workers
     compare     errors of all values, relative to the scale of all tensors; likely causes
-    own_types   the same comparison in the precision of the plan
+    precision   the same comparison in the precision of the plan
     report      ``Report``: the verdict, as data and as text
 
 From a plain process:
@@ -33,10 +33,10 @@ from meshwright.deferred import Build
 from meshwright.errors import Findings as Problems
 from meshwright.parity.case import Case, MakeOptimizer
 from meshwright.parity.compare import KINDS, Findings, compare
+from meshwright.parity.job import Outcome, distributed
 from meshwright.parity.one_device import Reference, reference
-from meshwright.parity.own_types import MARGIN, own_findings, own_reference
+from meshwright.parity.precision import MARGIN, findings_in_precision, reference_in_precision
 from meshwright.parity.report import Report
-from meshwright.parity.the_job import Outcome, distributed
 from meshwright.plan import Plan, PlanLike
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.rows.batch import plain
@@ -77,7 +77,7 @@ def check(
         build: returns the model: a module-level function or class, or a ``functools.partial`` of one.
         batch: the global batch: a dict of keyword arguments, or a tuple. Floats are cast to the type of the check.
         plan: as for ``parallelize``. Its precision is replaced by the type of the check. If the job is right, it is also run
-            in the precision of the plan, and compared with one device in the same types (``meshwright.parity.own_types``).
+            in the precision of the plan, and compared with one device in the same types (``meshwright.parity.precision``).
         loss: a module-level function of the model's output. Default: ``output.loss``.
         workers: a pool of at least as many workers as the mesh has ranks. It caches the references of the last checks.
             Default: workers are started for this check.
@@ -115,7 +115,7 @@ def check(
             if dtype is not None or plan.precision == _name(case.dtype) or not report:
                 return report
             side = f"the job in {plan.precision}"
-            return _in_own_types(pool, case, plan, report, timeout, started)
+            return _in_precision(pool, case, plan, report, timeout, started)
         except WorkerError as error:
             if error.plan_error is not None:
                 raise error.plan_error from None
@@ -125,7 +125,7 @@ def check(
             )  # fmt: skip
 
 
-def _in_own_types(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, timeout: float, started: float) -> Report:
+def _in_precision(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, timeout: float, started: float) -> Report:
     """Compares again, in the plan's own types.
 
     Args:
@@ -140,14 +140,14 @@ def _in_own_types(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, ti
 
     precision = plan.precision
     try:
-        one, noise = pool.run(own_reference, case, precision, ranks=1, timeout=timeout)[0]
+        one, noise = pool.run(reference_in_precision, case, precision, ranks=1, timeout=timeout)[0]
     except WorkerError as error:
         first_line = f"not compared in {precision}, in which the model raises on one device ({error})".split("\n", 1)[0]
         return passed_with(first_line)
     if not isfinite(noise["loss"]):
         return passed_with(f"not compared in {precision}, in which the loss of one device is not finite")
     outcome = _outcome(pool, replace(case, dtype=torch.float32), plan, timeout)
-    findings = own_findings(one, noise, outcome, precision)
+    findings = findings_in_precision(one, noise, outcome, precision)
     report = _report(one, outcome, findings, plan, passed.notes, MARGIN, started)
     if not report:
         note = f"compared in {precision}: the unit of errors is the change of a tensor by rounding in another order"

@@ -6,7 +6,7 @@
     buffers      max|b − b'| / max(1, max|b'|)                         the worst of all steps and ranks
 
 Values with a prime are the reference's. The error is inf if a value is nan, or if only one side has the tensor. In half types
-another ``Measure`` is used (``own_types``): a wrong gradient that is much smaller than others would be missed on these scales.
+another ``Measure`` is used (``precision``): a wrong gradient that is much smaller than others would be missed on these scales.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwright.parity.facts import Facts
+from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference
-from meshwright.parity.the_job import Outcome
 
 
 class Errors(TypedDict):

@@ -21,8 +21,8 @@ from meshwright.generators import Generators, seed_all
 from meshwright.parity.case import Case, cast
 from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, sgd
-from meshwright.parity.quiet import perturbed, silence
-from meshwright.parity.widened import widened
+from meshwright.parity.preparation import disable_dropout, perturbed
+from meshwright.parity.widening import widened
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.runtime.rows.microbatches import called
 from meshwright.spmd.one_process import one_process
@@ -113,7 +113,7 @@ def _without_draws(case: Case) -> Reference:
 
 def _one_device(case: Case) -> tuple[Reference, bool]:
     """Runs the steps of a case. Returns the reference, and whether the forward used a random generator."""
-    model, silenced = _model(case)
+    model, disabled = _model(case)
     batches = case.batches()
     start = copies_of(model.named_parameters())
     draws = False
@@ -130,7 +130,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
 
     random = prepare_generators(case, model)
     facts = train(model, model, case, step)
-    notes = (f"dropout is off on both sides: {silenced} places",) if silenced else ()
+    notes = (f"dropout is off on both sides: {disabled} places",) if disabled else ()
     return Reference(case, facts, start, notes), draws
 
 
@@ -184,12 +184,12 @@ def _model(case: Case) -> tuple[nn.Module, int]:
     """Builds the model of a case. Returns it, and the number of dropout probabilities that were set to zero."""
     seed_all(case.seed)
     model = case.build()
-    silenced = 0 if case.dropout else silence(model)
+    disabled = 0 if case.dropout else disable_dropout(model)
     replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(perturbed(name, p.cpu()))
-    return model if case.training else model.eval(), silenced
+    return model if case.training else model.eval(), disabled
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def find_branches(
     _check_called(placed, tree, graph, findings)
     _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
-    _check_kept(placed, tree, graph, findings)
+    _check_slots(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     shared = [name for name, places in homes.items() if len(places) > 1]
@@ -173,9 +173,9 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
     return ties
 
 
-def _check_kept(placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+def _check_slots(placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     followed = graph.followed or graph
-    for (module, name), branch, position in kept_apart(placed, places, graph):
+    for (module, name), branch, position in slots_of_two_places(placed, places, graph):
         event = followed.events[position]
         findings.add(
             where=f"{module}.{name}" if module else name,
@@ -203,7 +203,7 @@ def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, finding
         )
 
 
-def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
+def slots_of_two_places(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
     """Slots (buffers and attributes of modules) that a branch changes, or uses before a change, and that another place uses.
 
     Returns:
@@ -211,10 +211,10 @@ def kept_apart(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tup
         ``graph``.
     """
     followed = graph.followed or graph
-    if not followed.kept:
+    if not followed.slot_uses:
         return []
     at, conflicts = place_events(followed, placed, places), []
-    for slot, (used, changed) in followed.kept.items():
+    for slot, (used, changed) in followed.slot_uses.items():
         branch = next((at[p] for p in (*changed, *(used[:1] if graph.followed is None else ())) if at[p]), 0)
         elsewhere = [p for p in used if at[p] != branch]
         if branch and elsewhere:

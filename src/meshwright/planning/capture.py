@@ -62,7 +62,7 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     # whether the forward draws random numbers.
     if changed or draws:
         recorder, shadow = record(changed, draws=draws)
-        reshaped = recorder.kept.reshaped()
+        reshaped = recorder.slot_uses.reshaped()
         snapshot.put_back()
     if staged and (acted_on := [*snapshot.by_python(changed), *reshaped]):
         recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, snapshot, draws)

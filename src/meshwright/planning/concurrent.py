@@ -27,7 +27,7 @@ from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.mesh import Mesh
 from meshwright.names import pattern
 from meshwright.plan import Entry, Plan
-from meshwright.planning.branch import kept_apart, ties_by_reads
+from meshwright.planning.branch import slots_of_two_places, ties_by_reads
 from meshwright.planning.split import best_split
 from meshwright.regions import find_regions
 from meshwright.submesh import Submesh, Submeshes, read_slice, trunk
@@ -222,7 +222,7 @@ def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
     actual = find_regions(graph, placed, places)
     beside = {p for start, stop in actual.spans_of_several for p in range(start, stop)}
     together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)
-    tied = ties_by_reads(actual, placed, places, graph) or kept_apart(placed, places, graph)
+    tied = ties_by_reads(actual, placed, places, graph) or slots_of_two_places(placed, places, graph)
     return together and not tied
 
 

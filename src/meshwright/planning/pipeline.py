@@ -90,16 +90,18 @@ class Costs:
     """The cost of a stage from one position to another: work, memory, and the bytes that enter it.
 
     Attributes:
-        work: position → work of all events before it; ``kept``: position → bytes of all results before it.
+        work: position → work of all events before it; ``result_bytes``: position → bytes of all results before it.
         crossing: position → bytes of the values that a cut there sends to the next stage.
     """
 
     def __init__(self, graph: ModelGraph, sizes: Mapping[str, int]) -> None:
         self.graph, self.sizes = graph, sizes
-        self.work, self.kept = [0], [0]
+        self.work, self.result_bytes = [0], [0]
         for event in graph.events:
             self.work.append(self.work[-1] + event.work)
-            self.kept.append(self.kept[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None))
+            self.result_bytes.append(
+                self.result_bytes[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None)
+            )
         self.crossing = [0] * (len(graph.events) + 1)
         for number, consumers in graph.consumers.items():
             value = graph.values[number]
@@ -123,7 +125,7 @@ class Costs:
         for j, stop in enumerate(marks[1:]):
             parameters += 4 * sum(self.sizes[name] for name in names[j] if not in_use[name])
             in_use.update(names[j])
-            while parameters + self.kept[stop] - self.kept[marks[i]] > limit:
+            while parameters + self.result_bytes[stop] - self.result_bytes[marks[i]] > limit:
                 in_use.subtract(names[i])
                 parameters -= 4 * sum(self.sizes[name] for name in names[i] if not in_use[name])
                 i += 1
@@ -132,7 +134,7 @@ class Costs:
 
     def memory(self) -> int:
         """Bytes of one stage that runs the whole program."""
-        return 4 * sum(self.sizes[n] for n in self._parameters(0, len(self.graph.events))) + self.kept[-1]
+        return 4 * sum(self.sizes[n] for n in self._parameters(0, len(self.graph.events))) + self.result_bytes[-1]
 
     def _parameters(self, start: int, stop: int) -> set[str]:
         return {name for event in self.graph.events[start:stop] for name in event.parameters}

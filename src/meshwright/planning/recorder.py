@@ -47,7 +47,7 @@ class Recorder(Tracer):
         graph: the recorded forward.
         cost: counts flops, bytes and draws; ``memory``: which memory ops write; ``uses``: uses of attributes. The caller
             enters all three modes.
-        kept: uses and changes of the slots.
+        slot_uses: uses and changes of the slots.
         asked: numbers of the values whose sizes Python has read.
         told: the sizes of other tensors that Python has read, in order.
     """
@@ -65,7 +65,7 @@ class Recorder(Tracer):
         self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
         self._model, self._sizes_read, self._generators_of_host = model, sizes_read, host_generators(model)
         self._numbers = drawn_from(self._generators_of_host)
-        self.kept = SlotUses(model, changed, self.graph, self.uses)
+        self.slot_uses = SlotUses(model, changed, self.graph, self.uses)
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._entered: dict[Path, int] = {}  # call → how many ops had run when it began
         self._count = 0  # how many tensors are values
@@ -94,7 +94,7 @@ class Recorder(Tracer):
         if path == ROOT:  # what is older than the forward: its batch, and what modules keep
             attributes = [vars(m)[key] for m in self._model.modules() for key in own_attributes(vars(m))]
             self._older = holders_in([attributes, args, kwargs])
-        holders, slots, tick = Holders(call.arguments), self.kept.contents(), self.memory.ticks
+        holders, slots, tick = Holders(call.arguments), self.slot_uses.contents(), self.memory.ticks
         numbers = host_drawn(self._generators_of_host) if graph.draws else None
         result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
@@ -102,9 +102,9 @@ class Recorder(Tracer):
         call.changes, complete = holders.changes(self.number, self._older)
         # Who takes a value from where the call left it finds it there, on every stage; unless a module keeps it as well.
         call.stashed -= {n for change in call.changes for n in change.values if n not in self._on_modules}
-        slots_now = self.kept.contents()
+        slots_now = self.slot_uses.contents()
         call.visible = not complete or self._wrote_to_the_batch(tick)
-        self.kept.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
+        self.slot_uses.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.draws_host = graph.draws and host_drawn(self._generators_of_host) != numbers
         call.visible |= call.draws_host
         call.acts = any(e.reads and e.inputs and e.path == path for e in graph.events[call.start :])
@@ -352,7 +352,7 @@ class Recorder(Tracer):
         """Records the event's use of shared memory; ``foreign``: memory that becomes shared because the event wrote to it."""
         for memory in {memory_of(t) for t in tensors} | foreign:
             if memory in self.shared or memory in foreign:
-                touched = self.kept.touched.setdefault(memory, Touches())
+                touched = self.slot_uses.touched.setdefault(memory, Touches())
                 touched.used.append(position)
                 if memory in written:
                     touched.changed.append(position)
@@ -391,21 +391,21 @@ class Recorder(Tracer):
 
     def finish(self) -> None:
         """Called after the forward: completes the calls, and adds the spans that must stay in one stage."""
-        graph, kept = self.graph, self.kept
+        graph, slot_uses = self.graph, self.slot_uses
         graph.draws_held = drawn_from(self._generators_of_host) != self._numbers
-        slots = kept.tell(self.is_value)
-        carried = kept.memories(slots)
-        foreign = {m: t for m, t in kept.touched.items() if m not in carried}
-        for memory, touched in kept.touched.items():
+        slots = slot_uses.tell(self.is_value)
+        carried = slot_uses.memories(slots)
+        foreign = {m: t for m, t in slot_uses.touched.items() if m not in carried}
+        for memory, touched in slot_uses.touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
                 there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
                 if there_before and any(p in inside for p in touched.changed):
                     call.visible |= any(p not in inside for p in touched.used)
-        for path, changed in kept.changed_in.items():
-            shown = [slot for slot in changed if not kept.is_private(slot, path)]
+        for path, changed in slot_uses.changed_in.items():
+            shown = [slot for slot in changed if not slot_uses.is_private(slot, path)]
             call = graph.calls[path]
-            call.counts = not call.visible and bool(shown) and all(kept.is_own_count(slot, path) for slot in shown)
+            call.counts = not call.visible and bool(shown) and all(slot_uses.is_own_count(slot, path) for slot in shown)
             call.visible |= bool(shown)
         slot_contents = [t for slot in slots for t in slot_tensors(self._model, [slot])]
         at_end = [n for t in slot_contents if (n := self.number(t)) is not None]

@@ -76,7 +76,7 @@ class SlotUses:
                 slots[slot] = touched
             lasts = self._is_watched_tensor(slot) or self._uses.carries(slot)
             if touched.changed and lasts and isinstance(slot_value(self._model, slot), Tensor):
-                graph.kept[slot] = self._uses_of_tensor(slot, uses, touched)
+                graph.slot_uses[slot] = self._uses_of_tensor(slot, uses, touched)
         # A tensor that is computed from the batch alone (a cache that was empty) is no value: each stage has its own.
         graph.carried = tuple(
             slot for slot in slots if self._carried[slot] or any(map(known, slot_tensors(self._model, [slot])))

@@ -239,7 +239,7 @@ class _Rows:
 def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
     """Runs forwards and backwards as ``Job.step`` does after it has tried how rows combine. Frees the pieces at its end."""
     with one_process():
-        job.runner.held.reshard()
+        job.runner.sharded_model.reshard()
         job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 

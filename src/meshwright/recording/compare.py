@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.recording.before import split_rows, wrong_loss, wrong_names, wrong_rows, wrong_settings
 from meshwright.recording.causes import CAUSES
+from meshwright.recording.diagnosis import Facts, grouped
 from meshwright.recording.folder import Recorded
-from meshwright.recording.meaning import Facts, grouped
+from meshwright.recording.inputs import split_rows, wrong_loss, wrong_names, wrong_rows, wrong_settings
 from meshwright.recording.pairs import Pair, Renames, StepFacts
 from meshwright.recording.values import Judged, judge_gradients, judge_updates, judge_weights, note_lines
 from meshwright.recording.verdict import Explained, Kind, Verdict, Wrong

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.recording.copies import Copied, Step
 from meshwright.recording.folder import FORMAT
-from meshwright.recording.named import Named
-from meshwright.recording.taken import Copied, Step
+from meshwright.recording.parameter_names import Named
 from meshwright.recording.views import Views
 
 

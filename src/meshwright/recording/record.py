@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import Finding, Findings, PlanError
+from meshwright.recording.copies import Copied, Step, copied, digests_of_rows, loss_value, settings_of
 from meshwright.recording.folder import is_recording
 from meshwright.recording.layout import Layout, OfJob, axis_names
 from meshwright.recording.manifest import facts_of_rank, manifest_of
-from meshwright.recording.named import Named, Rename, named_parameters
-from meshwright.recording.taken import Copied, Step, copied, digests_of_rows, loss_value, settings_of
+from meshwright.recording.parameter_names import Named, Rename, named_parameters
 from meshwright.recording.views import Views
 from meshwright.recording.writing import Ranks, begin, publish, temporary_of, write_tensors
 from meshwright.runtime.job import Job

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.names import few, fold_names
+from meshwright.recording.assembly import Joined, joined
 from meshwright.recording.folder import Recorded, Seen
-from meshwright.recording.joined import Joined, joined
 from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern
 from meshwright.recording.tolerance import FIT, Tolerance, largest, tolerance_of, wide

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import Finding, Findings
-from meshwright.recording.taken import Copied
+from meshwright.recording.copies import Copied
 from meshwright.runtime.checksum import digest
 
 

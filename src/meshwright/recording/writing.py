@@ -23,8 +23,8 @@ from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import TensorSpec, in_order, write_file
 from meshwright.errors import Finding
 from meshwright.layout import in_one_dim
+from meshwright.recording.copies import Copied
 from meshwright.recording.folder import MANIFEST, is_recording
-from meshwright.recording.taken import Copied
 from meshwright.recording.views import View, Views, facts_of, views_of
 
 

@@ -320,7 +320,7 @@ class Division:
 
     def _is_finite(self) -> bool:
         """Whether this rank's shards of all parameters are finite."""
-        return all(bool(local_tensor(p).isfinite().all()) for p in self._runner.held.parameters())
+        return all(bool(local_tensor(p).isfinite().all()) for p in self._runner.sharded_model.parameters())
 
     def _is_new_kind(self) -> bool:
         """Whether rows of this step should be tried: no earlier step took these paths, or had a batch of this form."""

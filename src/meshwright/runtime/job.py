@@ -64,16 +64,17 @@ class Job:
         self.module, self.recipe, self.groups = runner.module, runner.recipe, runner.groups
         self.ledger, self.random, self._programs = ledger, random, programs
         self.guard = Guard(self.module, self.recipe, self.groups, ledger, self.recipe.verify)
-        self._runner, self._held, self._division = runner, runner.held, Division(runner, counter, random)
+        self._runner, self._sharded_model = runner, runner.sharded_model
+        self._division = Division(runner, counter, random)
         agreement = StepAgreement(self.recipe, self.groups, random, runner.switches)
         self._end = JobEnd(self.groups)
         self._steps = Steps(runner, self._division, self.guard, agreement, self._end)
-        self._checkpoints = Checkpoints(self._held, self._division, self.guard, random)
+        self._checkpoints = Checkpoints(self._sharded_model, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self._optimizer_notes: list[str] = []
         if self.recipe.in_parts:
-            scaled_together(self._held, ShardedModel.parameters, self.groups.device)
-            refuse_coupled_updates(self._held, ShardedModel.parameters, self._optimizer_notes.append)
+            scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)
+            refuse_coupled_updates(self._sharded_model, ShardedModel.parameters, self._optimizer_notes.append)
         self.parts = 0
         runner.switches.note()  # hooks on modules so far are this library's
 
@@ -129,11 +130,11 @@ class Job:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, for an optimizer; if it has none, one without elements, as optimizers refuse an
         empty list."""
-        return self._held.parameters()
+        return self._sharded_model.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of each parameter of this rank, by the names of the model on one device."""
-        return self._held.named_parameters()
+        return self._sharded_model.named_parameters()
 
     def batches(
         self, dataset: Any, global_batch: int, *, seed: int = 0, epochs: int | None = 1, shuffle: bool = True,
@@ -348,7 +349,7 @@ class Job:
 
     def mismatches(self) -> tuple[Mismatch, ...]:
         """Parameters of which a rank has something else than the recipe says; the same result on all ranks. Collective."""
-        return mismatches(self._held)
+        return mismatches(self._sharded_model)
 
     def report(self, title: str = "") -> Any:
         """The report of this job (see ``meshwright.report``); ``mismatches`` are shown as an alarm. Collective."""
@@ -361,16 +362,16 @@ class Job:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer as a full tensor, on rank 0 and CPU; empty on other ranks. Gathered one
         by one."""
-        return self._held.full_state_dict()
+        return self._sharded_model.full_state_dict()
 
     def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Each buffer in turn, from the rank whose forward changes it: on rank 0; None on other ranks."""
-        return self._held.whole_buffers()
+        return self._sharded_model.whole_buffers()
 
     def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: the full tensor on rank 0, None on other ranks."""
-        return self._held.whole_parameters()
+        return self._sharded_model.whole_parameters()
 
     def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter's gradient in turn: the full tensor on rank 0; None on other ranks, and if there is no gradient."""
-        return self._held.whole_gradients()
+        return self._sharded_model.whole_gradients()

@@ -40,7 +40,7 @@ class Runner:
 
     Attributes:
         module: the model, with sharded parameters; ``modes``: of its modules.
-        held: the shards of this rank.
+        sharded_model: the shards of this rank.
         executor: runs this rank's ``stages``.
     """
 
@@ -61,7 +61,7 @@ class Runner:
         lines = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in lines if not line.requires_grad and self.recipe.in_parts]
         self._current = CurrentParameters(self.module, self._frozen)
-        self.held = ShardedModel(self.module, self.recipe, self.groups)
+        self.sharded_model = ShardedModel(self.module, self.recipe, self.groups)
         self._placed, self._leftovers = PlacedModel(self.module, self.recipe), Leftovers(self.module)
 
     @property
@@ -80,7 +80,7 @@ class Runner:
         Raises:
             PlanError: modules have other parameters than those of the job.
         """
-        self.held.reshard()
+        self.sharded_model.reshard()
         self._placed.check()
         self.switches.look()
 
@@ -102,7 +102,7 @@ class Runner:
         begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
         if not backward:
             losses = self.executor.run(pieces, begin, watched, backward=False)
-            self.held.reshard()
+            self.sharded_model.reshard()
             return losses
         if self._unused is not None:
             self._unused.begin()
@@ -122,7 +122,7 @@ class Runner:
         output = self.executor.output(args, kwargs)
         self.settle_modules()
         if self.pipeline is not None or not torch.is_grad_enabled():
-            self.held.reshard()
+            self.sharded_model.reshard()
         return output
 
     def loss_alone(self, batch: Any, share: Share | None, watched: Watched, *, wide: bool) -> float:
@@ -149,7 +149,7 @@ class Runner:
         except Exception as error:
             failure = error
         finally:
-            self.held.reshard()
+            self.sharded_model.reshard()
         with without_modes():  # the model does not read this value
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:

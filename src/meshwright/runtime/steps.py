@@ -86,7 +86,7 @@ class Steps:
         with self._end.within(step, *([UncutPathError] if runner.recipe.mesh.data_size == 1 else [])):
             losses, loss = self._losses(batch, pieces, guarded=guarded, backward=backward)
         if guarded:
-            runner.held.reshard()
+            runner.sharded_model.reshard()
             guard.compare(step, losses)
         return loss
 

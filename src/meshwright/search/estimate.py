@@ -3,11 +3,11 @@
 | what | equation | function |
 | --- | --- | --- |
 | the forward of a rank | max(Σ device + Σ tp, Σ host) | `Estimator._pass_seconds` |
-| blocks of each stage | minimize the work of the largest stage | `stages.balanced` |
+| blocks of each stage | minimize the work of the largest stage | `balanced` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._without_pipeline` |
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
 | its fill with split backwards (zero bubble) | Σ over the other ranks of max(0, F + B - 2 W), W for weights | `pipelined` |
-| its period P | max over ranks of (Σ T of this and later ranks + sends) / in flight | `_period` |
+| its period P | max over ranks of (Σ T of this and later ranks + sends) / in flight | `period` |
 | copies of an FSDP unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
 | host time of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._job_host` |
 | the same on an accelerator | added to the host of the forwards and backwards | `Estimator._pass_host`, `_job_host` |
@@ -15,13 +15,14 @@
 | exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
-| peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `Estimator._peak` |
-| its activations | in flight · activations of its blocks · rows + other | `Estimator.memory` |
-| blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `Estimator.selected` |
-| microbatches in flight | 1F1B: min(M, p - r); interleaved: ((v - 1) p + 2 (p - r - 1) + 1) / v | `_in_flight` |
-| microbatches in flight with split backwards | min(M, p) | `_in_flight` |
+| peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `MemoryEstimator._peak` |
+| its activations | in flight · activations of its blocks · rows + other | `MemoryEstimator.peak` |
+| blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `MemoryEstimator.selected` |
+| microbatches in flight | 1F1B: min(M, p - r); interleaved: ((v - 1) p + 2 (p - r - 1) + 1) / v | `in_flight` |
+| microbatches in flight with split backwards | min(M, p) | `in_flight` |
 
 Here e is the number of elements of a rank's shards, and r the number of ranks before a rank in the pipeline.
+Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py) and `MemoryEstimator` (memory.py).
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2), zero bubbles (arXiv 2401.10241,
 ZB-H1). The estimates rank the candidates; ``predict`` then rehearses the best of them (``find.py``).
@@ -29,9 +30,8 @@ ZB-H1). The estimates rank the candidates; ``predict`` then rehearses the best o
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
@@ -39,13 +39,14 @@ from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
 from meshwright.runtime.weights.buckets import BYTES
 from meshwright.search.calls import Calls, at
+from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pieces import Pieces
+from meshwright.search.pipeline import pipelined
+from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate
-from meshwright.search.stages import Cut, balanced
 
 Spent = tuple[float, float, float]
 """Seconds of one microbatch: (device, collectives over tp, host)."""
-REDUCED = 4  # bytes per element of a gradient in a reduction: float32
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,6 @@ class Estimated:
     scatter: float = 0.0
 
 
-@dataclass(frozen=True)
-class Rank:
-    """``count`` ranks of the pipeline axis with equal work.
-
-    Attributes:
-        count: number of these ranks.
-        blocks: number of blocks that each of them has.
-        ends: ``first`` if it has what comes before all blocks, ``last`` if it has what comes after all blocks.
-    """
-
-    count: int
-    blocks: int
-    ends: tuple[str, ...] = ()
-
-
 class Estimator:
     """Seconds and bytes of candidates.
 
@@ -94,6 +80,9 @@ class Estimator:
         reduced: bytes per element of a gradient in a reduction.
         gathers: whether FSDP2 gathers and casts parameters. If False, each rank has unsharded parameters in the precision of
             compute, and a float32 copy in the optimizer, as in Megatron-LM.
+
+    Attributes:
+        memory: the peak memory of candidates.
     """
 
     def __init__(
@@ -108,14 +97,16 @@ class Estimator:
         gathers: bool = True,
     ) -> None:
         self._profile, self._pieces = profile, pieces
-        self._recomputed, self._sends, self._itemsize = recomputed, sends, itemsize
+        self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._seconds, self._updates, self._cut = cache(self._seconds_of), cache(self._update_of), cache(self._cut_of)
+        self._ranks = PipelineRanks(pieces)
+        self.memory = MemoryEstimator(pieces, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
+        self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
 
     def estimate(self, candidate: Candidate) -> Estimated:
         """The estimated time and memory of a candidate."""
         if candidate.pp == 1:
-            (rank,) = self._ranks(candidate)
+            (rank,) = self._ranks.of(candidate)
             forward, backward = (self._pass_seconds(candidate, kind, rank) for kind in "FB")
             terms = self._without_pipeline(candidate, forward, backward, rank.blocks)
         else:
@@ -123,7 +114,7 @@ class Estimator:
         terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
-        return Estimated(candidate, sum(terms.values()), self.memory(candidate), terms, self._scatter(terms))
+        return Estimated(candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms))
 
     def _scatter(self, terms: Mapping[str, float]) -> float:
         """Relative standard deviation of a step: Σ (seconds · scatter of the term) / Σ seconds.
@@ -136,49 +127,6 @@ class Estimator:
             seconds * (links if term in ("tp", "data") else profile.scatter) for term, seconds in terms.items()
         )
         return deviation / sum(terms.values()) if deviation else 0.0
-
-    def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:
-        """The candidate with selective recomputation: as many blocks as fit keep their activations; the others recompute.
-
-        Args:
-            candidate: recomputes all blocks.
-            capacity: bytes of memory of a rank.
-
-        Returns:
-            None if no block can keep its activations, or all can; if the candidate does not recompute all of its blocks; or if
-            the blocks do not divide evenly over the stages.
-        """
-        blocks, chunks = self._pieces[candidate.tp].blocks, candidate.chunks
-        if not candidate.recompute or candidate.saved_blocks or blocks % (candidate.pp * chunks):
-            return None
-        if self.memory(replace(candidate, recompute=False)) <= capacity or self.memory(candidate) > capacity:
-            return None
-        numbers = range(chunks, blocks // candidate.pp, chunks)  # an equal number in each stage
-        fitting = bisect_right(
-            numbers, capacity, key=lambda number: self.memory(replace(candidate, saved_blocks=number))
-        )
-        return replace(candidate, saved_blocks=numbers[fitting - 1]) if fitting else None
-
-    # --- time ---------------------------------------------------------------------------------------------------------
-
-    def _ranks(self, candidate: Candidate) -> tuple[Rank, ...]:
-        """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
-        if candidate.pp == 1:
-            return (Rank(1, self._pieces[candidate.tp].blocks, ("first", "last")),)
-        cut = self._cut(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
-        other_stages = (candidate.chunks - 1) * cut.between  # blocks of a rank's stages but the first or last one
-        first = Rank(1, cut.first + other_stages, ("first",))
-        last = Rank(1, cut.last + other_stages, ("last",))
-        if candidate.pp == 2:
-            return first, last
-        return first, Rank(candidate.pp - 2, candidate.chunks * cut.between), last
-
-    def _cut_of(self, tp: int, stages: int, rows: int) -> Cut:
-        """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""
-        pieces = self._pieces[tp]
-        forward = pieces.forward
-        work = [calls.work(rows) for calls in (forward.block, forward.first, forward.last)]
-        return balanced(pieces.blocks, stages, *work)
 
     def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> Spent:
         """(device, tp, host) seconds of one microbatch on a rank.
@@ -202,15 +150,6 @@ class Estimator:
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self._profile, candidate.rows, "matmul") for n, calls in parts) / 2
 
-    def _elements(self, candidate: Candidate) -> list[float]:
-        """The number of parameter elements of each of ``_ranks``, before they are sharded over data ranks."""
-        pieces = self._pieces[candidate.tp]
-        block, first, last = pieces.elements
-        ends = {"first": first, "last": last}
-        if candidate.pp == 1:
-            return [pieces.total_elements]
-        return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self._ranks(candidate)]
-
     def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> Spent:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
         pieces = self._pieces[tp]
@@ -220,8 +159,8 @@ class Estimator:
 
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
-        device = max(self._elements(candidate)) * self._updates(candidate.tp, candidate.dp_shard)
-        host = at(self._pieces[candidate.tp].updates, max(rank.blocks for rank in self._ranks(candidate)))
+        device = max(self._ranks.elements(candidate)) * self._updates(candidate.tp, candidate.dp_shard)
+        host = at(self._pieces[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate)))
         host *= self._profile.update(sharded=candidate.data * candidate.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
@@ -290,7 +229,7 @@ class Estimator:
 
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
-        ranks = self._ranks(candidate)
+        ranks = self._ranks.of(candidate)
         passes: list[tuple[Spent, Spent]] = []  # the forward and the backward of one microbatch on each kind of rank
         microbatches: list[dict[str, float]] = []  # their terms
         times: list[float] = []  # seconds of one microbatch on each rank
@@ -306,7 +245,7 @@ class Estimator:
         pair = _pair(self._profile, candidate.data * candidate.tp)
         send = collective(self._profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
-        elements = max(self._elements(candidate))
+        elements = max(self._ranks.elements(candidate))
         terms["compute"] += self._copies(candidate, elements, 1)
         terms["host"] += self._job_host(candidate, 1, *passes[microbatches.index(slowest)])
         if candidate.data > 1:
@@ -391,7 +330,7 @@ class Estimator:
 
     def _buckets(self, candidate: Candidate) -> int:
         """Number of buckets in which replicas sum their gradients, if these are not sharded."""
-        return ceil(max(self._elements(candidate)) * self._reduced / BYTES)
+        return ceil(max(self._ranks.elements(candidate)) * self._reduced / BYTES)
 
     def _gather(self, candidate: Candidate, elements: float) -> float:
         """Seconds of an all-gather of parameters over the shards."""
@@ -412,97 +351,6 @@ class Estimator:
             group = neighbours(self._profile, candidate.dp_replicate, candidate.tp * candidate.dp_shard)
             total = collective(self._profile, "all_reduce", round(nbytes / candidate.dp_shard), group).seconds
         return scatter, total
-
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    def memory(self, candidate: Candidate) -> float:
-        """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
-        pieces = self._pieces[candidate.tp]
-        per_recomputed_block = self._recomputed / (candidate.tp if pieces.sequence else 1)
-        # The activations of one block while it is recomputed. The memory of the loss is free by then.
-        recomputing = pieces.activations * candidate.rows if candidate.recompute else 0.0
-        base, slope = pieces.other
-        other = base + max(slope * candidate.rows, recomputing)
-        peak = 0.0
-        for index, (rank, elements) in enumerate(zip(self._ranks(candidate), self._elements(candidate), strict=True)):
-            full_blocks = min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
-            per_row = full_blocks * pieces.activations + (rank.blocks - full_blocks) * per_recomputed_block
-            ranks_before = candidate.pp - 1 if "last" in rank.ends else index
-            in_flight = _in_flight(candidate, ranks_before)
-            rest = other if "last" in rank.ends else base + recomputing
-            peak = max(peak, self._peak(candidate, elements, in_flight * per_row * candidate.rows + rest))
-        return peak
-
-    def _peak(self, candidate: Candidate, elements: float, activations: float) -> float:
-        """Peak bytes of a rank, in the forwards and backwards or in the update, whichever needs more.
-
-        Args:
-            elements: parameter elements of the rank, before sharding.
-            activations: bytes of activations.
-        """
-        pieces = self._pieces[candidate.tp]
-        if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
-            gathered = pieces.unsharded
-        else:
-            cast = self._itemsize != REDUCED or candidate.data > 1
-            gathered = elements * self._itemsize if self._gathers and cast else 0.0
-        # Accumulated gradients stay unsharded until the backward of the last microbatch.
-        gradients = elements * self._reduced if candidate.microbatches > 1 else 0.0
-        local_elements = elements / candidate.dp_shard
-        return pieces.persistent * local_elements + max(
-            gathered + gradients + activations, pieces.updating * local_elements
-        )
-
-
-def pipelined(candidate: Candidate, times: Sequence[float], send: float, weights: Sequence[float] = ()) -> float:
-    """Seconds from the first forward to the last backward.
-
-    (M − 1) P + T + fill: the first microbatch passes all ranks forward and backward; each period P another one follows.
-
-        fill = (Σ of all ranks' T − T) / v + 2 (p − 1) v send
-
-    With split backwards, a rank computes its weight gradients, W, while it would be idle. So the fill shrinks by up to 2 W for
-    each other rank (ZB-H1: (p − 1) (F + I − W), with T = F + I + W and I the gradients of inputs).
-
-        fill = Σ over the others of max(0, T − 2 W) + 2 (p − 1) send
-
-    Args:
-        candidate: the plan.
-        times: seconds of each rank of the pipeline axis for the forward and backward of all of its stages. T is the longest.
-        send: seconds of a send from a rank to the next.
-        weights: seconds of weight gradients of each rank, W. Empty: backwards are not split.
-    """
-    most, sends = max(times), 2 * (candidate.pp - 1) * candidate.chunks * send
-    waited = [max(0.0, time - 2 * weight) for time, weight in zip(times, weights or [0.0] * len(times), strict=True)]
-    fill = (sum(waited) - waited[times.index(most)]) / candidate.chunks
-    return (candidate.microbatches - 1) * _period(candidate, times, send) + most + fill + sends
-
-
-def _period(candidate: Candidate, times: Sequence[float], send: float) -> float:
-    """Seconds from one microbatch to the next.
-
-    A rank may have only ``in flight`` microbatches. Each returns to the rank after all later ranks have computed its
-    forward and backward, and after the sends there and back.
-
-        max over r of T of r, and of (Σ of T from r on + 2 (sends behind r)) / in flight(r)
-    """
-    last = candidate.pp * candidate.chunks - 1
-    # The ranks between have equal times, so the bound rises or falls monotonically over them: its ends suffice.
-    rank_indices = (0, 1) if candidate.chunks == 1 else (0,)
-    returns = ((sum(times[r:]) + 2 * (last - r) * send) / _in_flight(candidate, r) for r in rank_indices)
-    return max(*times, *returns)
-
-
-def _in_flight(candidate: Candidate, before: int) -> float:
-    """The number of microbatches whose activations a rank stores at the peak. ``before``: ranks before it in the pipeline."""
-    if candidate.pp == 1:
-        return 1.0
-    if candidate.chunks == 1:
-        return min(candidate.microbatches, candidate.pp if candidate.split else candidate.pp - before)
-    return min(
-        candidate.microbatches,
-        ((candidate.chunks - 1) * candidate.pp + 2 * (candidate.pp - before - 1) + 1) / candidate.chunks,
-    )
 
 
 def _waits(host: float, device: float, tp: float) -> float:

@@ -168,18 +168,7 @@ def find_plans(
     batch = plain(batch)
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
-    capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    space = _Space.of_model(model, devices, min(devices, profile.devices_per_node), capacity, tell)
-    fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
-    proposed = partial(model.proposed, tell=tell) if verify else model.estimated
-    plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
-    rejected = _rejected(space.estimates, capacity, space.memory)
-    if not plans:
-        raise _nothing(space, devices, rows, profile, options)
-    return Found(
-        tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
-        tuple(_notes(options, pipelines=space.pipelines)),
-    )  # fmt: skip
+    return _search(model, devices, top, verify=verify, tell=tell)
 
 
 @dataclass(frozen=True)
@@ -275,11 +264,31 @@ class _Space:
         staged = blocks if sends is not None else 0
         every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
         if options.get("recompute") is None:
-            selective = [estimator.selected(candidate, capacity) for candidate in every]
+            selective = [estimator.memory.selected(candidate, capacity) for candidate in every]
             every += [candidate for candidate in selective if candidate is not None]
         return cls(
-            tuple(map(estimator.estimate, every)), bool(staged) or devices == 1, rehearsals.blocks, estimator.memory
+            tuple(map(estimator.estimate, every)),
+            bool(staged) or devices == 1,
+            rehearsals.blocks,
+            estimator.memory.peak,
         )
+
+
+def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callable[[str], None]) -> Found:
+    """The best plans of all candidates. For the arguments, and the error if no plan fits, see ``find_plans``."""
+    profile = model.profile
+    capacity = (profile.memory - profile.context) / (1 + profile.reserve)
+    space = _Space.of_model(model, devices, min(devices, profile.devices_per_node), capacity, tell)
+    fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
+    proposed = partial(model.proposed, tell=tell) if verify else model.estimated
+    plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
+    rejected = _rejected(space.estimates, capacity, space.memory)
+    if not plans:
+        raise _nothing(space, devices, model.rows, profile, model.options)
+    return Found(
+        tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
+        tuple(_notes(model.options, pipelines=space.pipelines)),
+    )  # fmt: skip
 
 
 def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:

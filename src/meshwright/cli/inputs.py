@@ -77,31 +77,20 @@ class Inputs:
                 are raised alone.
         """
         plan_settings, target_settings = _settings_of(request)
+        read_hardware = profile if profile is not None else partial(_profile_of, request.device)
         problems = Problems()
-        plan = problems.collect(
-            lambda: _with_mesh(Plan.from_command(request.plan, request.mesh, plan_settings), request.ranks)
-        )
-        searches = plan is not None and plan.auto and "RANK" not in os.environ
-        devices = 0
-        if searches:
-            devices = request.ranks or _gpus()  # (only here: it imports torch, which takes a second)
-        generated_rows = 1
-        if plan is not None:
-            sized = plan.replace(mesh={"dp_shard": devices}) if searches else plan
-            generated_rows = rows(pieces_of(sized))
-            if not searches:
-                problems.collect(partial(check, plan))
+        plan = problems.collect(partial(_plan_of, request, plan_settings))
+        devices = _devices_to_search_for(plan, request)
+        generated_rows = rows(_pieces_on(plan, devices)) if plan is not None else 1
+        if plan is not None and not devices:
+            problems.collect(partial(check, plan))
         problems.collect(check_others)
-        hardware = None
-        if searches and profile is None:
-            hardware = problems.collect(lambda: _profile_of(request.device))
+        hardware = problems.collect(read_hardware) if devices and profile is None else None
         target, loss = _loaded(request, target_settings, generated_rows, length, problems)
         assert plan is not None
         searched = None
-        if searches:
-            hardware = profile() if profile is not None else hardware
-            assert hardware is not None
-            step_rows = rows_to_search_for(target, target_settings, devices)
+        if devices:
+            step_rows, hardware = rows_to_search_for(target, target_settings, devices), hardware or read_hardware()
             plan, searched = _searched(target, plan, loss, devices, request.nodes, step_rows, hardware)
             check(plan)
         return Inputs(target, plan, loss, request.device, target_settings, generated_rows, length, searched)
@@ -232,6 +221,26 @@ class Problems:
             raise PlanError(findings, subject)
 
 
+def _plan_of(request: Request, settings: Sequence[str]) -> Plan:
+    """The plan that a request names, with one mesh or with ``auto``. Raises PlanError if something of it is wrong."""
+    return _with_mesh(Plan.from_command(request.plan, request.mesh, settings), request.ranks)
+
+
+def _devices_to_search_for(plan: Plan | None, request: Request) -> int:
+    """The number of devices for which this process searches the plan; 0 if it does not search.
+
+    Ranks of torchrun search together, later.
+    """
+    if plan is None or not plan.auto or "RANK" in os.environ:
+        return 0
+    return request.ranks or _gpus()  # (only here: it imports torch, which takes a second)
+
+
+def _pieces_on(plan: Plan, devices: int) -> int:
+    """The number of pieces of a batch: with ``devices``, as if each of them were a data rank of its own."""
+    return pieces_of(plan.replace(mesh={"dp_shard": devices}) if devices else plan)
+
+
 def _with_mesh(plan: Plan, ranks: int | None) -> Plan:
     """The plan with one of its meshes: for the number of processes of a launcher, or for ``ranks``.
 
@@ -276,7 +285,7 @@ def _profile_of(device: str | None) -> Profile:
     """The profile of this machine's devices. Raises PlanError if there is none."""
     import torch
 
-    from meshwright.hardware.here import profile_here
+    from meshwright.hardware.devices import profile_here
 
     return profile_here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 

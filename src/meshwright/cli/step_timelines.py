@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli import course as courses
-from meshwright.cli.given import pieces_of
+from meshwright.cli import run_folder
+from meshwright.cli.inputs import pieces_of
 from meshwright.cli.subject import LENGTH, batch_of_rows, named_profile, quiet
 from meshwright.draw.plain import from_plain
 from meshwright.draw.run import StepInTime
@@ -41,7 +41,7 @@ def steps_in_time(
     Raises:
         PlanError: ``hardware`` names no profile, or ``network`` none of its networks.
     """
-    steps = not_foretold(history, step)
+    steps = without_predictions(history, step)
     if not steps:
         return ()
     if hardware is not None:
@@ -56,7 +56,7 @@ def steps_in_time(
     )
 
 
-def not_foretold(history: History, step: int | None = None) -> tuple[StepInTime, ...]:
+def without_predictions(history: History, step: int | None = None) -> tuple[StepInTime, ...]:
     """The observed steps that ``worth_drawing`` selects, without predictions, which take seconds."""
     return tuple(
         StepInTime(observed.step, from_plain(Timeline, observed.timeline), why="meshwright report predicts it")
@@ -93,7 +93,7 @@ def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:
     """
     from meshwright.prediction.predict import predict
 
-    same = courses.read(run)
+    same = run_folder.read(run)
     # Weights are not loaded, and replicas not compared: neither changes what a step takes.
     plan = Plan.from_yaml(observed.plan).replace(weights=DRAWN, verify=0)
     target = load_target(same.target, same.settings, rows=min(_DISTINCT_ROWS, same.global_batch), length=LENGTH)

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
+from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
-from meshwright.parity.the_job import Outcome
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import called
@@ -41,7 +41,7 @@ HINT = (
 )
 
 
-def own_reference(case: Case, precision: str) -> tuple[Reference, Errors]:
+def reference_in_precision(case: Case, precision: str) -> tuple[Reference, Errors]:
     """The reference in this precision, and its noise: the largest relative error of several repeats, for each tensor."""
     case = replace(case, dtype=torch.float32)
     dtype = getattr(torch, precision)
@@ -63,7 +63,7 @@ def _in_float64(case: Case) -> Reference | None:
         return None
 
 
-def own_findings(one: Reference, noise: Errors, outcome: Outcome, precision: str) -> Findings:
+def findings_in_precision(one: Reference, noise: Errors, outcome: Outcome, precision: str) -> Findings:
     """The errors of a job in this precision, in units of the noise.
 
     The error is 0 for a tensor whose noise is not finite: its values are not finite on one device, or only some repeats

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from meshwright.errors import Findings, PlanError
-from meshwright.hardware.local import CPU_LOCAL, calibrated_file
 from meshwright.hardware.profile import Profile
+from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file
 from meshwright.hardware.reader import profiles, read_profile
 
 GPUS = {

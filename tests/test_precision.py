@@ -18,7 +18,7 @@ import branching
 import meshwright as mw
 from branching import beside, on
 from meshwright.parity.case import Case
-from meshwright.parity.own_types import own_reference
+from meshwright.parity.precision import reference_in_precision
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from zoo import ZOO
@@ -40,7 +40,7 @@ MODELS = [name for name, entry in ZOO.items() if entry.family == "issue"]
 OFTEN = {("nanogpt", "pp2-tp2", "bfloat16")}
 
 
-def same_in_its_own_types(build: Any, batch: Any, plan: dict[str, Any], workers: LocalWorkers) -> mw.Report:
+def same_in_its_precision(build: Any, batch: Any, plan: dict[str, Any], workers: LocalWorkers) -> mw.Report:
     """The report of a check that compared in the plan's types too."""
     report = mw.check(build, batch, plan, workers=workers)
     assert report.passed, str(report)
@@ -59,7 +59,7 @@ def same_in_its_own_types(build: Any, batch: Any, plan: dict[str, Any], workers:
 )
 def test_models_train_in_the_types_of_their_plan(name: str, layout: str, precision: str, workers: LocalWorkers) -> None:
     entry = ZOO[name]
-    same_in_its_own_types(entry.build, entry.batch(), {**LAYOUTS[layout], "precision": precision}, workers)
+    same_in_its_precision(entry.build, entry.batch(), {**LAYOUTS[layout], "precision": precision}, workers)
 
 
 ODD = [name for name, entry in ZOO.items() if entry.family == "odd" and entry.float64 and not entry.random]
@@ -82,7 +82,7 @@ def test_models_as_people_write_them(name: str, layout: str, precision: str, wor
         report = mw.check(entry.build, entry.batch(), plan, workers=workers)
         assert report.passed and any("raises on one device" in note for note in report.notes), str(report)
     else:
-        same_in_its_own_types(entry.build, entry.batch(), plan, workers)
+        same_in_its_precision(entry.build, entry.batch(), plan, workers)
 
 
 BRANCHES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -107,7 +107,7 @@ BRANCHES: dict[str, tuple[Any, dict[str, Any]]] = {
 )
 def test_branches_train_in_the_types_of_their_plan(case: str, precision: str, workers: LocalWorkers) -> None:
     build, plan = BRANCHES[case]
-    same_in_its_own_types(build, branching.rows(), {**plan, "precision": precision}, workers)
+    same_in_its_precision(build, branching.rows(), {**plan, "precision": precision}, workers)
 
 
 class Elsewhere(nn.Module):
@@ -162,7 +162,7 @@ UNITLESS: dict[str, dict[str, Any]] = {
 def test_what_is_in_no_unit_is_computed_in_bfloat16_too(layout: str, workers: LocalWorkers) -> None:
     """FSDP2 casts what it gathers. The others stayed float32: an error of types in the forward, or another result."""
     x = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(1))
-    same_in_its_own_types(Elsewhere, x, {**UNITLESS[layout], "precision": "bfloat16"}, workers)
+    same_in_its_precision(Elsewhere, x, {**UNITLESS[layout], "precision": "bfloat16"}, workers)
 
 
 def test_what_a_forward_writes_is_refused_in_bfloat16() -> None:
@@ -186,7 +186,7 @@ class Teacher(nn.Module):
 
 def test_parameters_that_a_forward_writes_are_compared(workers: LocalWorkers) -> None:
     plan = {"mesh": {"tp": 2}, "precision": "float32"}
-    same_in_its_own_types(Teacher, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), plan, workers)
+    same_in_its_precision(Teacher, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), plan, workers)
 
 
 class LongSums(nn.Module):
@@ -204,8 +204,9 @@ class LongSums(nn.Module):
 def test_what_one_device_always_rounds_in_the_same_way_is_rounding(workers: LocalWorkers) -> None:
     batch = {"x": torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0)), "y": torch.arange(8) % 2}
     case = Case(LongSums, batch, output_loss, torch.float32, 1, 0)
-    one, noise = workers.run(own_reference, case, "float32", ranks=1, timeout=60)[0]
-    precise = workers.run(own_reference, replace(case, dtype=torch.float64), "float64", ranks=1, timeout=60)[0][0]
+    one, noise = workers.run(reference_in_precision, case, "float32", ranks=1, timeout=60)[0]
+    in_float64 = replace(case, dtype=torch.float64)
+    precise, _ = workers.run(reference_in_precision, in_float64, "float64", ranks=1, timeout=60)[0]
     expected, bias = (side.facts.gradients["conv.bias"].double() for side in (precise, one))
     error = float((bias - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     assert noise["gradients"]["conv.bias"] >= 0.9 * error > 4 * torch.finfo(torch.float32).eps

@@ -17,8 +17,8 @@ from torch import Tensor
 from meshwright.parity.case import Case
 from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, LocalSGD
-from meshwright.parity.quiet import Quiet, perturbed
-from meshwright.parity.widened import widened
+from meshwright.parity.preparation import PreparedBuild, perturbed
+from meshwright.parity.widening import widened
 from meshwright.plan import Plan
 from meshwright.planned import make_job
 from meshwright.recipe import Recipe
@@ -54,7 +54,8 @@ def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     # Without the guard, which would raise at the first difference between replicas: a check compares all values itself.
     plan = plan.replace(verify=0, weights="drawn")
     job = make_job(
-        Quiet(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss, device=case.device,
+        PreparedBuild(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss,
+        device=case.device,
         dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
     )  # fmt: skip
     mesh = job.recipe.mesh

@@ -1,4 +1,4 @@
-"""``Quiet``: prepares a model for a check: without dropout. ``perturbed``: initial values that do not hide mistakes."""
+"""``PreparedBuild``: builds a model for a check, without dropout. ``perturbed``: initial values that do not hide mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.hook import ModuleCalls
 from meshwright.deferred import Build
-from meshwright.parity.widened import widened
+from meshwright.parity.widening import widened
 
 NOISE = 0.02  # standard deviation: the usual scale of initial weights, so that a perturbed model still trains
 _CONFIGS = ("config", "cfg", "args", "hparams")  # usual names of the attribute that holds a module's configuration
@@ -29,7 +29,7 @@ def perturbed(name: str, whole: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Quiet:
+class PreparedBuild:
     """A function that builds the model for the job's side of a check.
 
     Attributes:
@@ -48,13 +48,13 @@ class Quiet:
     def __call__(self) -> nn.Module:
         model = self.build()
         if not self.dropout:
-            silence(model)
+            disable_dropout(model)
         if self.dtype is torch.float64:
             ModuleCalls(model, within={"": partial(widened, self.dtype)})
         return model if self.training else model.eval()
 
 
-def silence(model: nn.Module) -> int:
+def disable_dropout(model: nn.Module) -> int:
     """Sets every dropout probability of a model to zero.
 
     These are ``p`` of dropout modules, and numbers whose name contains "drop" on modules and on their configurations.
