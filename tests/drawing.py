@@ -74,7 +74,7 @@ def beside_one_device(draw: Draw, plan: Any, count: int) -> dict[str, Any]:
     begun = torch.get_rng_state()
     losses = [job.step(batch).item() for _ in range(3)]
     ended = torch.get_rng_state()
-    gradients = {line.name: g for line, g in job.whole_gradients()}
+    gradients = {line.name: g for line, g in job.full_gradients()}
     torch.manual_seed(0)
     one, expected = Drawing(draw).double(), []
     torch.set_rng_state(begun)

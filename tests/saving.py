@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.runtime.weights.gather import whole_tensors
+from meshwright.runtime.weights.gather import full_tensors
 
 WIDTH, HEADS, INNER, WORDS = 12, 3, 21, 37
 
@@ -108,7 +108,7 @@ def state(job: mw.Job, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
             assert len(steps) <= 1
             found["step"] = torch.tensor(steps.pop() if steps else -1.0)
             continue
-        for line, value in whole_tensors(job.module, job.recipe, job.groups, lambda p: pick.get(id(p))):  # noqa: B023
+        for line, value in full_tensors(job.module, job.recipe, job.groups, lambda p: pick.get(id(p))):  # noqa: B023
             if value is not None:
                 found[f"{line.name}.{key}"] = value
     return found

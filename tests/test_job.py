@@ -152,7 +152,7 @@ def one_row_short(plan):
         p.grad = None
     mine = {k: v[: 1 if job.rank == 0 else 0] for k, v in data.items()}
     loss = float(job.step(mine))
-    return loss, {line.name: g for line, g in job.whole_gradients()}
+    return loss, {line.name: g for line, g in job.full_gradients()}
 
 
 def test_a_rank_without_rows_takes_part_and_counts_nothing(workers):
@@ -247,7 +247,7 @@ def loss_and_next_number(name, plan):
     batch = ZOO[name].batch()
     torch.manual_seed(5)
     loss = float(job.step(batch))
-    return loss, float(torch.rand(())), {line.name: g for line, g in job.whole_gradients()}
+    return loss, float(torch.rand(())), {line.name: g for line, g in job.full_gradients()}
 
 
 @pytest.mark.parametrize("name", ["dropout_manual", "dropout_blocks"])

@@ -123,7 +123,7 @@ def gradients_in_halves(schedule, precision):
     job = mw.parallelize(entry.build, plan, batch=entry.batch())
     data = job.recipe.mesh.data_size
     job.step(take_rows(entry.batch(), 0, rows_of(entry.batch()) // data))
-    return {line.name: g for line, g in job.whole_gradients() if g is not None}
+    return {line.name: g for line, g in job.full_gradients() if g is not None}
 
 
 def test_weight_gradients_apart_add_up_in_the_type_of_the_reduction(workers):

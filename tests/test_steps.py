@@ -146,7 +146,7 @@ def accumulated(cases: list[Case]) -> list[list[dict[str, Tensor | None]]]:
                 kept = [p.grad for p in job.parameters()]
                 job.step(take_rows(batch, start, stop))
                 assert all(b is None or a is b for a, b in zip((p.grad for p in job.parameters()), kept, strict=True))
-                gradients.append({line.name: None if g is None else g.clone() for line, g in job.whole_gradients()})
+                gradients.append({line.name: None if g is None else g.clone() for line, g in job.full_gradients()})
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
         found.append(gradients)
@@ -270,7 +270,7 @@ def writing(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[Any]:
         mesh = job.recipe.mesh
         start, stop = bounds(8, mesh.data_size)[mesh.data_index(job.rank)]
         losses, batches = stepped(job, take_rows(written(), start, stop), job.step)
-        whole = {line.name: p for line, p in job.whole_parameters() if p is not None}
+        whole = {line.name: p for line, p in job.full_parameters() if p is not None}
         found.append((untouched, losses, whole, batches, (start, stop), job.rows))
     return found
 

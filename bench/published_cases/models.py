@@ -94,7 +94,7 @@ class FusedAttention(nn.Module):
 class Dropout(nn.Module):
     """The memory of dropout, a mask of one byte a number, and nearly its work, without random numbers.
 
-    Over ``tp`` Meshwright draws the mask of the whole tensor on each rank, so that every layout trains as one device does;
+    Over ``tp`` Meshwright draws the mask of the full tensor on each rank, so that every layout trains as one device does;
     Megatron-LM, which the tables measured, draws a rank's own part alone.
     """
 

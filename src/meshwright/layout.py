@@ -1,6 +1,6 @@
 """Layouts: what one rank holds of a tensor along one mesh axis.
 
-    REPLICATE   the whole tensor
+    REPLICATE   the full tensor
     Shard       a slice along one tensor dim; if the dim consists of fused blocks (a fused QKV), a slice of each block
     PARTIAL     a summand: the tensor is the sum over the axis
     REMOTE      nothing: the value is on other ranks
@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank of the axis holds the whole tensor."""
+    """Every rank of the axis holds the full tensor."""
 
     def __str__(self) -> str:
         return "Replicate"
@@ -112,7 +112,7 @@ class Shard:
         return slices[0] if len(slices) == 1 else _cat(slices, self.dim)
 
     def merge(self, locals_: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from every rank's slice, in rank order: the inverse of ``take``."""
+        """The full tensor from every rank's slice, in rank order: the inverse of ``take``."""
         if self.parts == 1:
             return _cat(list(locals_), self.dim)
         split = [t.split([piece[r] for piece in self.pieces], self.dim) for r, t in enumerate(locals_)]

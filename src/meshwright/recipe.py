@@ -336,7 +336,7 @@ def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> 
 
 
 def take_slices(whole: Tensor, slices: Slices) -> Tensor:
-    """The part of a whole tensor that ``slices`` names, as one tensor."""
+    """The part of a full tensor that ``slices`` names, as one tensor."""
     import torch  # imported only if there are tensors: a recipe alone needs no torch
 
     out = whole

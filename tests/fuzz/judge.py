@@ -162,7 +162,7 @@ def judged(run: Run, timeout: float) -> Verdict:
         optimizer.step()
         optimizer.zero_grad()
         differences.state(step, job)
-    for name, value in job.whole_buffers():
+    for name, value in job.full_buffers():
         if value is not None:
             differences.compare("buffers, gathered,", len(run.rows) - 1, name, facts.buffers[-1].get(name), value)
     return differences.verdict(job.notes)

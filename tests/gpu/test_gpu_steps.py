@@ -131,7 +131,7 @@ def _compiled_and_plain(device: torch.device) -> list[tuple[float, list[Tensor]]
     for compiles in (True, False):
         job, rows = _job(partial(build, compiles), "dp_shard=1", words(), device)
         loss = job.step(rows)
-        found.append((loss.item(), [g.clone() for _, g in job.whole_gradients() if g is not None]))
+        found.append((loss.item(), [g.clone() for _, g in job.full_gradients() if g is not None]))
     return found
 
 

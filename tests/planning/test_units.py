@@ -148,13 +148,13 @@ def gradients_of_two_types(mesh):
     torch.manual_seed(0)
     model = OfTwoTypes()
     job = mw.parallelize(OfTwoTypes, {"mesh": mesh, "seed": 0}, batch=(batch,))
-    values = {line.name: value for line, value in job.whole_parameters()}
+    values = {line.name: value for line, value in job.full_parameters()}
     if job.rank == 0:
         model.load_state_dict(values)
     for _ in range(2):
         model(batch).backward()
         job.step((job_rows(job, batch),))
-    found = {line.name: gradient for line, gradient in job.whole_gradients()}
+    found = {line.name: gradient for line, gradient in job.full_gradients()}
     return [(p.dtype, p.grad, found[name]) for name, p in model.named_parameters()] if job.rank == 0 else []
 
 

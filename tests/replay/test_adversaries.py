@@ -157,9 +157,9 @@ def over_devices(case: str, plan: dict[str, Any]) -> Found:
     for step in range(STEPS):
         change(job.module, step)
         losses.append(float(job.step({name: x.tensor_split(ranks)[index] for name, x in rows(step).items()})))
-        gradients.append({line.name: None if g is None else g.clone() for line, g in job.whole_gradients()})
+        gradients.append({line.name: None if g is None else g.clone() for line, g in job.full_gradients()})
         descend(job.parameters())
-    return losses, gradients, {line.name: value for line, value in job.whole_parameters()}
+    return losses, gradients, {line.name: value for line, value in job.full_parameters()}
 
 
 def same(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], where: str) -> None:

@@ -86,7 +86,7 @@ def trained(
         losses.append(float(job.step(mine)))
         optimizer.step()
         optimizer.zero_grad()
-    values = {line.name: value for line, value in job.whole_parameters()}
+    values = {line.name: value for line, value in job.full_parameters()}
     moved = [dict(job.ledger.calls), dict(job.ledger.bytes)]
     has = any(has_program(job, f"blocks.{i}") for i in (0, 1))
     return losses, values, moved, has, [note for note in job.notes if "not compiled" in note]

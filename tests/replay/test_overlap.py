@@ -333,7 +333,7 @@ def trained(eager: bool) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     assert eager or job.program("blocks.0").nodes
-    return found, {line.name: value for line, value in job.whole_parameters() if value is not None}
+    return found, {line.name: value for line, value in job.full_parameters() if value is not None}
 
 
 def test_a_loss_with_a_gradient_in_it_is_that_of_eager_steps(workers: LocalWorkers) -> None:

@@ -247,8 +247,8 @@ def trained(
         losses.append(float(job.step(mine)))
         optimizer.step()
         optimizer.zero_grad()
-    values = {line.name: value for line, value in job.whole_parameters()}
-    values |= dict(job.whole_buffers())
+    values = {line.name: value for line, value in job.full_parameters()}
+    values |= dict(job.full_buffers())
     moved = [dict(job.ledger.calls), dict(job.ledger.bytes), dict(job.ledger.fallbacks)]
     return losses, values, moved, {n: has_program(job, n) for n in ("blocks.0", "blocks.1")}
 

@@ -197,7 +197,7 @@ def seen(models, plan):
         first, last = (0, ROWS) if data == 1 else [(0, 5), (5, ROWS)][rank]
         own = {name: t[first:last] if t.dim() else t for name, t in batch().items()}
         loss = float(job.step(own))
-        gradients = {line.name: g for line, g in job.whole_gradients()}
+        gradients = {line.name: g for line, g in job.full_gradients()}
         found.append((job.rows, loss, gradients, job.notes))
     return found
 

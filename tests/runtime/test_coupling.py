@@ -278,10 +278,10 @@ def gradients_in_float32(build, plan):
     torch.manual_seed(0)
     ids, labels = torch.randint(CLASSES, (2, 8, 6))
     job = mw.parallelize(build, plan, batch=(ids, labels))
-    values = {line.name: value for line, value in job.whole_parameters()}
+    values = {line.name: value for line, value in job.full_parameters()}
     size, index = job.recipe.mesh.data_size, job.recipe.mesh.data_index(job.rank)
     rows = slice(8 * index // size, 8 * (index + 1) // size)
-    found = [job.step((ids[rows], labels[rows])), *(g for _, g in job.whole_gradients())]
+    found = [job.step((ids[rows], labels[rows])), *(g for _, g in job.full_gradients())]
     if job.rank != 0:
         return None
     model = build()
@@ -353,12 +353,12 @@ def two_steps_in_float32(builds, plan):
         for _ in range(2):
             loss = model(ids, labels).loss
             loss.backward()
-            found = [job.step((rows["ids"], rows["labels"])), *(g for _, g in job.whole_gradients())]
+            found = [job.step((rows["ids"], rows["labels"])), *(g for _, g in job.full_gradients())]
             expected = [loss.detach(), *(p.grad for p in model.parameters())]
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            found += [value for _, value in job.whole_parameters()]
+            found += [value for _, value in job.full_parameters()]
             expected += [p.detach() for p in model.parameters()]
             pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]  # wholes are on rank 0
             assert all(a.dtype == b.dtype for a, b in pairs)

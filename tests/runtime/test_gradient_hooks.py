@@ -263,7 +263,7 @@ def in_job(builds, plan):
         rows = ROWS // mesh.data_size
         first = rows * mesh.data_index(job.rank)
         losses = [job.step({"x": batch["x"][first : first + rows]}).item() for _ in range(2)]
-        found.append((losses[-1], {line.name: g for line, g in job.whole_gradients()}, job.rows))
+        found.append((losses[-1], {line.name: g for line, g in job.full_gradients()}, job.rows))
     return found
 
 

@@ -65,7 +65,7 @@ def _step(plan: Any) -> tuple[dict[str, Tensor], list[int], set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientSums, "sum", counting)
         job.step(rows)
-    found = {line.name: value for line, value in job.whole_gradients() if value is not None}
+    found = {line.name: value for line, value in job.full_gradients() if value is not None}
     return found, counted.sizes, {name for name, p in job.named_parameters() if p.grad is None}
 
 

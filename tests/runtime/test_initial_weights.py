@@ -49,14 +49,12 @@ def _saved_and_loaded(folder: Path) -> list[tuple[list[Tensor], list[Tensor]]]:
         if weights == "drawn":
             job.save(folder, optimizer, step=0)
         else:
-            nans = [
-                line.name for line, value in job.whole_parameters() if value is not None and not value.isnan().all()
-            ]
+            nans = [line.name for line, value in job.full_parameters() if value is not None and not value.isnan().all()]
             assert not nans
             job.load(folder, optimizer)
         losses = [job.step((X[:2],)).detach()]
         optimizer.step()
-        runs.append(([value for _, value in job.whole_parameters() if value is not None], losses))
+        runs.append(([value for _, value in job.full_parameters() if value is not None], losses))
     return runs
 
 

@@ -65,7 +65,7 @@ def rows() -> Tensor:
 def kept(build: Any, plan: Any, folder: str) -> dict[str, Any]:
     job = mw.parallelize(build, plan, batch=rows(), dtype=torch.float64)
     losses = [job.step(rows()).item() for _ in range(3)]
-    whole = dict(job.whole_buffers())
+    whole = dict(job.full_buffers())
     found = {"losses": losses, "buffers": whole, "states": torch.get_rng_state()}
     if build is Keeping:
         if job.rank == 0:  # one rank alone reads them
@@ -73,7 +73,7 @@ def kept(build: Any, plan: Any, folder: str) -> dict[str, Any]:
             found["pair"] = job.module.last["pair"][0].tolist(), job.module.last["pair"][1]
         job.save(folder, step=3)
         job.load(folder)
-        found["loaded"] = dict(job.whole_buffers())
+        found["loaded"] = dict(job.full_buffers())
     return found
 
 

@@ -85,9 +85,9 @@ def trained(build: Any, plan: dict[str, Any]) -> dict[str, Any]:
     for _ in range(3):
         optimizer.zero_grad()
         found["losses"].append(job.step(mine).item())
-        found["gradients"] = {line.name: g for line, g in job.whole_gradients()}
+        found["gradients"] = {line.name: g for line, g in job.full_gradients()}
         optimizer.step()
-    found["state"] = {**job.full_state_dict(), **{n: b for n, b in job.whole_buffers() if b is not None}}
+    found["state"] = {**job.full_state_dict(), **{n: b for n, b in job.full_buffers() if b is not None}}
     if job.pipeline is None:
         found["attributes"] = attributes(job.module)
     return found

@@ -150,7 +150,7 @@ def after_three_steps(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[
             losses.append(job.step(rows(step).chunk(mesh.data_size)[mesh.data_index(job.rank)]).item())
             optimizer.step()
             optimizer.zero_grad()
-        values = {line.name: value for line, value in job.whole_parameters()} | dict(job.whole_buffers())
+        values = {line.name: value for line, value in job.full_parameters()} | dict(job.full_buffers())
         found.append((losses, values, [getattr(job.module, name, None) for name in ("number", "history")]))
     return found
 

@@ -69,7 +69,7 @@ def in_job(build, plan):
     first = rows * job.recipe.mesh.data_index(job.rank)
     batch = {name: t[first : first + rows] for name, t in sample().items()}
     losses = trained(job.module, lambda: job.step(batch).item(), torch.optim.SGD(job.parameters(), lr=0.1), build)
-    return losses, {line.name: value for line, value in job.whole_parameters()}
+    return losses, {line.name: value for line, value in job.full_parameters()}
 
 
 def on_one_device(build):

@@ -415,7 +415,7 @@ def _one_rank(program: Program, dispatcher: Dispatcher) -> None:
     for i, (a, b) in enumerate(zip(program.members, members, strict=True)):
         what = f"member {i}, {b!r:.120}"
         assert a.shape == b.shape, f"{what}: shape {tuple(b.shape)}, not {tuple(a.shape)}"
-        found = dispatcher.whole(b)
+        found = dispatcher.full_tensor(b)
         assert torch.allclose(found, a, rtol=1e-9, atol=1e-11), f"{what}: {found.tolist()}, not {a.tolist()}"
         assert b.is_contiguous() == a.is_contiguous(), f"{what}: is_contiguous() is {b.is_contiguous()}"
         if a.numel():

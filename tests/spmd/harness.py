@@ -320,14 +320,14 @@ class Bench:
             used = [
                 _times(x, c) if cut_use and c is not None else x for x, c in zip(found, plain.cotangents, strict=True)
             ]
-        whole = [dispatcher.whole(x) for x in found]
-        used = [dispatcher.whole(x) for x in used]
+        whole = [dispatcher.full_tensor(x) for x in found]
+        used = [dispatcher.full_tensor(x) for x in used]
         if case.same:
             assert torch.equal(after, plain.generator), "the generator is not where it is on one device"
             for i, (a, b) in enumerate(zip(plain.flat, whole, strict=True)):
                 judge("flat", i, a, b, f"result {i}")
             for i, (a, b) in enumerate(zip(plain.inputs, inputs, strict=True)):
-                judge("inputs", i, a, dispatcher.whole(b), f"input {i} afterwards")
+                judge("inputs", i, a, dispatcher.full_tensor(b), f"input {i} afterwards")
         if case.gradients:
             loss = _loss([(x if cut_use else _times(x, c), c) for x, c in zip(used, plain.cotangents, strict=True)])
             if loss is not None and plain.differentiable:
@@ -365,7 +365,7 @@ class Bench:
         if isinstance(layout, Shard):
             cut = dispatcher.global_tensor(dispatcher.cut(leaf.clone(), layout), layout)
             assert isinstance(cut, GlobalTensor)
-            dispatcher.set_strides(cut, x.stride())  # the whole tensor lies so on one device
+            dispatcher.set_strides(cut, x.stride())  # the full tensor lies so on one device
             cut._mw_local = cut._mw_local.clone()  # no view to autograd
             return leaf, cut
         return leaf, leaf.clone()

@@ -318,7 +318,7 @@ def _(make: Make) -> Any:
     return [make(a, b), make(a, b), make.ints(a, 2), make.bools(a, b)], run
 
 
-@CASES.add("a whole tensor written from a cut one")
+@CASES.add("a full tensor written from a cut one")
 def _(make: Make) -> Any:
     a, b = make.sizes(2)
 

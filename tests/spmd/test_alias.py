@@ -99,8 +99,8 @@ def both(function: Callable[[Tensor], Any], shape: tuple[int, ...], layout: Layo
             results = function(x)
             results = results if isinstance(results, tuple) else (results,)
             for a, b in zip(expected, results, strict=True):
-                torch.testing.assert_close(dispatcher.whole(b) if isinstance(b, Tensor) else b, a)
-            dispatcher.whole(results[0]).sin().sum().backward()
+                torch.testing.assert_close(dispatcher.full_tensor(b) if isinstance(b, Tensor) else b, a)
+            dispatcher.full_tensor(results[0]).sin().sum().backward()
         assert mine.grad is not None and leaf.grad is not None
         torch.testing.assert_close(mine.grad if isinstance(layout, Shard) else mine.grad * ranks, leaf.grad)
 

@@ -95,7 +95,7 @@ def collectives_of_cross_entropy(options: dict[str, Any], places: int) -> tuple[
     local = layout.take(plain.detach(), dispatcher.axis.rank).clone().requires_grad_()
     with SpmdMode(dispatcher, lambda p: None).on():
         loss = functional.cross_entropy(dispatcher.global_tensor(local, layout), target, **options)
-    found = dispatcher.whole(loss)
+    found = dispatcher.full_tensor(loss)
     found.sum().backward()
     assert plain.grad is not None and local.grad is not None
     error = (found - expected).abs().max() + (local.grad - layout.take(plain.grad, dispatcher.axis.rank)).abs().max()
@@ -117,7 +117,7 @@ def dropout_streams() -> list[tuple[bool, bool, Tensor]]:
         with SpmdMode(dispatcher, lambda p: None).on():
             out = functional.dropout(given, 0.4)
         in_step = torch.equal(state, torch.get_rng_state())
-        found.append((torch.equal(dispatcher.whole(out), expected), in_step, torch.rand(1)))
+        found.append((torch.equal(dispatcher.full_tensor(out), expected), in_step, torch.rand(1)))
     return found
 
 
@@ -133,7 +133,7 @@ def retained_gradients() -> list[Tensor]:
             y = x * 2
             y.retain_grad()
             (y**2).sum().mul(1.5).backward()
-            found.append(dispatcher.whole(y.grad))
+            found.append(dispatcher.full_tensor(y.grad))
     return found
 
 

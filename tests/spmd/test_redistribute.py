@@ -61,7 +61,7 @@ def moved(dispatcher: Dispatcher, x: Any, layout: Layout) -> Any:
     """A tensor in any layout, brought to another."""
     if isinstance(layout, Shard):
         return dispatcher.global_tensor(dispatcher.cut(x, layout), layout)
-    whole = dispatcher.whole(x)
+    whole = dispatcher.full_tensor(x)
     return (
         dispatcher.global_tensor(redistribute.keep_first(whole, dispatcher.axis), PARTIAL)
         if isinstance(layout, Partial)
@@ -87,7 +87,7 @@ def go_and_come_back() -> tuple[list[str], int]:
                 try:
                     start = laid_out(dispatcher, x, source)
                     there = moved(dispatcher, start, target)
-                    back = dispatcher.whole(moved(dispatcher, there, source))
+                    back = dispatcher.full_tensor(moved(dispatcher, there, source))
                 except Exception as error:
                     wrong.append(f"{dtype} {tuple(shape)} {source} → {target}: {type(error).__name__} {error}"[:300])
                     continue
@@ -95,7 +95,7 @@ def go_and_come_back() -> tuple[list[str], int]:
                     assert there.shape == x.shape and there._mw_layout == target
                 if not (
                     torch.equal(back, x)
-                    and torch.equal(dispatcher.whole(there), x)
+                    and torch.equal(dispatcher.full_tensor(there), x)
                     and torch.equal(dispatcher.varying(there), x)
                 ):
                     wrong.append(f"{dtype} {tuple(shape)} {source} → {target}")
@@ -127,7 +127,7 @@ def gradients_of_paths() -> tuple[list[str], int]:
                 here, there = here.sin() * weight, there.sin() * weight
         tried += 1
         cotangent = make(*shape)
-        found = derivatives(dispatcher.whole(here), leaf, cotangent)
+        found = derivatives(dispatcher.full_tensor(here), leaf, cotangent)
         expected = derivatives(there, plain, cotangent)
         for order, (a, b) in enumerate(zip(found, expected, strict=True)):
             if not torch.allclose(a, b, rtol=1e-9, atol=1e-12):
@@ -223,13 +223,13 @@ def moves_made_once() -> dict[str, int]:
     dispatcher = make_work()
     x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
     seen = laid_out(dispatcher, x, even_shard(0, 6, dispatcher.axis.size))
-    uses = [dispatcher.whole(seen) for _ in range(3)] + [dispatcher.varying(seen) for _ in range(3)]
+    uses = [dispatcher.full_tensor(seen) for _ in range(3)] + [dispatcher.varying(seen) for _ in range(3)]
     torch.stack(uses).sum().backward()
     plain = [dispatcher.varying(x) for _ in range(3)]
     assert plain[0] is plain[1] is plain[2]
     with torch.no_grad():
         seen._mw_local.mul_(2)
-        assert torch.equal(dispatcher.whole(seen), 2 * x)
+        assert torch.equal(dispatcher.full_tensor(seen), 2 * x)
     return dict(dispatcher.ledger.calls)
 
 

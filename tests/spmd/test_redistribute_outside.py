@@ -1,8 +1,8 @@
 """Our moves against the typed collectives of ``spmd_types``, made by others: results, gradients, gradients of gradients.
 
     ours            theirs
-    enter           convert(I → R)                  I, invariant: a whole tensor with a whole gradient
-    reduce          all_reduce(P → I)               R, replicate: a whole tensor whose gradient is a sum over ranks
+    enter           convert(I → R)                  I, invariant: a full tensor with a whole gradient
+    reduce          all_reduce(P → I)               R, replicate: a full tensor whose gradient is a sum over ranks
     reduce_scatter  reduce_scatter(P → S)           P, partial: summands
     gather          all_gather(S → I)               S, shard: slices of a dim
     gather_enter    all_gather(S → R)
@@ -10,7 +10,7 @@
     exchange        all_to_all(S → S)
     hold            convert(I → P)
 
-Their slices are even. A gradient has the dual type: of S a slice, of P a whole tensor, of I a whole one, of R summands.
+Their slices are even. A gradient has the dual type: of S a slice, of P a full tensor, of I a whole one, of R summands.
 """
 
 from __future__ import annotations

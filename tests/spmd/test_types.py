@@ -71,7 +71,7 @@ def results() -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
         with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             with SpmdMode(dispatcher, lambda p: None).on():
                 ours = [
-                    dispatcher.whole(y)
+                    dispatcher.full_tensor(y)
                     for y in _each(function(dispatcher.global_tensor(layout.take(x, dispatcher.axis.rank), layout)))
                 ]
             theirs = _each(function(x))

@@ -33,7 +33,7 @@ class Source:
     """The source of one of the model's tensors.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: in the folder.
         values: returns lazy tensors by the model's names: this tensor, and others that the same conversion makes. Reads from
             files only if a conversion needs values.

@@ -32,8 +32,8 @@ class TensorFacts:
         name: of a model's tensor, its name on one device; of optimizer state, the parameter's name; of a generator's state,
             ``rank.kind``.
         key: of optimizer state, such as ``exp_avg``; empty for other kinds.
-        shape: of the whole tensor.
-        dtype: of the whole tensor, such as ``float32``.
+        shape: of the full tensor.
+        dtype: of the full tensor, such as ``float32``.
         pieces: number of chunks that it was saved as.
         bytes: size of all values.
     """

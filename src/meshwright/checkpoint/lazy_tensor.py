@@ -12,7 +12,7 @@ its own slices only:
     Swapped     torch.transpose
     Squeezed    a tensor without one of its dims, of size 1
 
-Any other function reads the whole tensor.
+Any other function reads the full tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LazyTensor:
     """A tensor with a shape and a dtype, whose values are read on demand.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: as the file has it.
     """
 
@@ -48,7 +48,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """Reads the whole tensor."""
+        """Reads the full tensor."""
         out = torch.empty(self.shape, dtype=self.dtype)
         self.copy_to(out, tuple((0, n) for n in self.shape))
         return out
@@ -183,7 +183,7 @@ def read_slices(lazy: LazyTensor, slices: Slices, out: Tensor) -> None:
     """Reads a rank's slices of a tensor into ``out``, the local tensor. Reads one box at a time, and nothing else.
 
     Args:
-        slices: for each dim, ranges of the whole tensor, in the order in which they lie in ``out``.
+        slices: for each dim, ranges of the full tensor, in the order in which they lie in ``out``.
     """
     intervals = [_intervals(ranges) for ranges in slices]
     for combination in product(*intervals):
@@ -192,7 +192,7 @@ def read_slices(lazy: LazyTensor, slices: Slices, out: Tensor) -> None:
 
 
 def _intervals(ranges: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
-    """For each range of a dim: (its interval in the local tensor, its interval in the whole tensor).
+    """For each range of a dim: (its interval in the local tensor, its interval in the full tensor).
 
     >>> _intervals([(0, 2), (4, 7)])
     [((0, 2), (0, 2)), ((2, 5), (4, 7))]

@@ -1,7 +1,7 @@
 """``Piece``: a rank's slices of a tensor, as DCP chunks; and DCP's planners for saving and loading pieces.
 
 A rank's slice may be several ranges of a dim: of a fused QKV weight, a rank holds rows of each of three blocks. Each
-combination of ranges is one DCP chunk of the whole tensor. So a checkpoint does not depend on the layout, and loads into any
+combination of ranges is one DCP chunk of the full tensor. So a checkpoint does not depend on the layout, and loads into any
 other.
 """
 
@@ -46,9 +46,9 @@ class Piece:
 
     Attributes:
         name: in the checkpoint.
-        shape: of the whole tensor.
+        shape: of the full tensor.
         local: this rank's part, with the shape of the slices.
-        slices: for each dim, ranges of the whole tensor, in the order in which they lie in ``local``.
+        slices: for each dim, ranges of the full tensor, in the order in which they lie in ``local``.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Piece:
         return cls(name, tuple(value.shape), value, tuple(((0, n),) for n in value.shape))
 
     def chunks(self) -> Iterator[tuple[Offsets, Tensor]]:
-        """For each chunk: its offsets in the whole tensor, and its part of the local tensor.
+        """For each chunk: its offsets in the full tensor, and its part of the local tensor.
 
         Slices ``((0, 2), (4, 6)), ((0, 3),)`` of a tensor of shape (8, 3) give the chunks at (0, 0) and (4, 0), each of
         shape (2, 3).

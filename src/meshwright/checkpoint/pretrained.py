@@ -3,7 +3,7 @@
     folder ─► headers ─► names ─► every problem at once ─► this rank's slices, one parameter at a time
 
 Beyond its parameters, a rank needs memory for the one slice that is being copied. If transformers' conversion of a tensor
-does not work on slices (most do, see lazy_tensor.py), a rank needs memory for that whole tensor.
+does not work on slices (most do, see lazy_tensor.py), a rank needs memory for that full tensor.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _local_tensors(model: ShardedModel) -> Iterator[tuple[ParameterRecipe, Tenso
 
 
 def _all_of(value: Tensor) -> Slices:
-    """Slices that cover a whole tensor."""
+    """Slices that cover a full tensor."""
     return tuple(((0, n),) if n else () for n in value.shape)
 
 

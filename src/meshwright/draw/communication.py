@@ -30,7 +30,7 @@ class Exchange:
         module: the module whose forward calls them, with ``*`` for numbers of blocks; else the direction (``backward``)
             or the phase of the step (``clip``).
         calls: number in a step; 0 if it is not known.
-        bytes: size of the whole tensors: that are reduced, or that all ranks have gathered.
+        bytes: size of the full tensors: that are reduced, or that all ranks have gathered.
     """
 
     role: str
@@ -43,7 +43,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class RanWhole:
-    """A function that no decider can shard: its inputs are gathered, and it runs on whole tensors.
+    """A function that no decider can shard: its inputs are gathered, and it runs on full tensors.
 
     Attributes:
         function: its name.

@@ -93,14 +93,14 @@ def _train(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
             report(step)
             if len(losses) == 1:
                 gradients_as_planned(job)
-                gradients = {line.name: None if g is None else copy_of(g) for line, g in job.whole_gradients()}
+                gradients = {line.name: None if g is None else copy_of(g) for line, g in job.full_gradients()}
                 fallbacks = [(count, str(fallback)) for fallback, count in job.ledger.fallbacks.most_common()]
                 collectives = {kind: (calls, job.ledger.bytes[kind]) for kind, calls in job.ledger.calls.items()}
         job.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        buffers.append(copies_of((name, value) for name, value in job.whole_buffers() if value is not None))
-    parameters = copies_of((line.name, whole) for line, whole in job.whole_parameters() if whole is not None)
+        buffers.append(copies_of((name, value) for name, value in job.full_buffers() if value is not None))
+    parameters = copies_of((line.name, whole) for line, whole in job.full_parameters() if whole is not None)
     facts = Facts(tuple(losses), gradients, parameters, tuple(buffers))
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives, job.notes)
 

@@ -1,4 +1,4 @@
-"""The relation between the values of several ranks and the whole tensor that they should make.
+"""The relation between the values of several ranks and the full tensor that they should make.
 
 equal values of its shape       replicas: compared by ``pattern_of``
 different values of its shape   some_ranks      some are right, others are wrong
@@ -28,7 +28,7 @@ class Joined:
 
     Attributes:
         pattern: its relation to the expected tensor.
-        value: the whole tensor that all ranks hold together, if they do.
+        value: the full tensor that all ranks hold together, if they do.
         note: how it was put together from shards, for a person.
     """
 
@@ -40,7 +40,7 @@ class Joined:
 def joined(
     seen: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
 ) -> Joined:
-    """Compares the values of all ranks with the expected whole tensor.
+    """Compares the values of all ranks with the expected full tensor.
 
     Args:
         seen: each distinct value with its ranks. At least one rank has a value.

@@ -45,10 +45,10 @@ class Copied:
         """Whether the rank has no tensor and its part has no elements: a rank's shard of a flat parameter may be empty."""
         return self.local is None and 0 in self.local_shape and not self.layout.gathers
 
-    def whole(self) -> Tensor | None:
-        """The whole tensor. Zeros replace this rank's part if it has no tensor. Collective, if the layout gathers."""
+    def full_tensor(self) -> Tensor | None:
+        """The full tensor. Zeros replace this rank's part if it has no tensor. Collective, if the layout gathers."""
         local = torch.zeros(self.local_shape, dtype=self.dtype) if self.local is None else self.local
-        return self.layout.whole(local)
+        return self.layout.full_tensor(local)
 
 
 @dataclass(frozen=True)

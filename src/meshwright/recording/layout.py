@@ -53,8 +53,8 @@ class Layout(Protocol):
     @property
     def writer(self) -> int | None: ...
 
-    def whole(self, local: Tensor) -> Tensor | None:
-        """The whole tensor, from this rank's part. Collective over the ranks that hold parts, if ``gathers``."""
+    def full_tensor(self, local: Tensor) -> Tensor | None:
+        """The full tensor, from this rank's part. Collective over the ranks that hold parts, if ``gathers``."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Plain:
     def axes(self) -> dict[str, tuple[int, int]]:
         return {}
 
-    def whole(self, local: Tensor) -> Tensor:
+    def full_tensor(self, local: Tensor) -> Tensor:
         return local
 
 
@@ -113,7 +113,7 @@ class OfDTensor:
     def text(self) -> str:
         return ", ".join(f"{axis}: {_text(p)}" for axis, p in zip(axis_names(self.mesh), self.placements, strict=True))
 
-    def whole(self, local: Tensor) -> Tensor:
+    def full_tensor(self, local: Tensor) -> Tensor:
         on_device = local.to(self.mesh.device_type)
         dtensor = DTensor.from_local(
             on_device, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
@@ -160,7 +160,7 @@ class OfJob:
     def text(self) -> str:
         return ", ".join(f"{axis}: {layout}" for axis, layout in self.recipe.layouts(self.line).items())
 
-    def whole(self, local: Tensor) -> Tensor | None:
+    def full_tensor(self, local: Tensor) -> Tensor | None:
         return gather_whole(self.line, local.to(self.groups.device), self.recipe, self.groups)
 
 

@@ -1,7 +1,7 @@
-"""``Views``: the distinct whole tensors of a recording, from the facts of all ranks, and the rank that sends each.
+"""``Views``: the distinct full tensors of a recording, from the facts of all ranks, and the rank that sends each.
 
 rank   copy   slot   bits
-0      0      0      a            ranks 0 and 1 hold one whole tensor; ranks 2 and 3 hold a copy with
+0      0      0      a            ranks 0 and 1 hold one full tensor; ranks 2 and 3 hold a copy with
 1      0      1      b      ──►   the same bits: one view, which rank 0 sends
 2      1      0      a
 3      1      1      b
@@ -24,13 +24,13 @@ class Fact:
     """What one rank holds of a tensor.
 
     Attributes:
-        shape: of the whole tensor, as far as this rank knows.
+        shape: of the full tensor, as far as this rank knows.
         dtype: such as ``float32``.
-        slot: which part of a whole tensor this rank holds.
-        copy: which copy of the whole tensor this part belongs to.
+        slot: which part of a full tensor this rank holds.
+        copy: which copy of the full tensor this part belongs to.
         bits: a digest of the part; None if the rank has no such tensor.
-        gathers: whether gathering the whole tensor is collective.
-        writer: the one rank that gets the whole tensor; None if every rank of the copy does.
+        gathers: whether gathering the full tensor is collective.
+        writer: the one rank that gets the full tensor; None if every rank of the copy does.
     """
 
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class View:
-    """A whole tensor with the value that some ranks have.
+    """A full tensor with the value that some ranks have.
 
     Attributes:
         key: its name in the file; None if these ranks have no such tensor.
         writer: the rank that sends it to rank 0.
         ranks: those with this value.
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: such as ``float32``.
     """
 
@@ -110,7 +110,7 @@ def views_of(facts_by_rank: Sequence[Mapping[str, Fact]]) -> Views:
 
 
 def _clash(name: str, by_rank: Mapping[int, Fact]) -> Finding | None:
-    """A finding if whole tensors of one name have different shapes. (Plain tensors may be shards, so they are not compared.)"""
+    """A finding if full tensors of one name have different shapes. (Plain tensors may be shards, so they are not compared.)"""
     shapes: dict[tuple[int, ...], int] = {}
     for rank, fact in by_rank.items():
         if fact.gathers:

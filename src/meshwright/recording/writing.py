@@ -1,4 +1,4 @@
-"""Writes a recording: ranks send their copies to rank 0, one whole tensor at a time.
+"""Writes a recording: ranks send their copies to rank 0, one full tensor at a time.
 
     facts of every rank ──► rank 0: views ──► every rank: which rank sends which view, in which order
     for each view: the ranks that hold its parts gather it; its writer sends it; rank 0 writes it
@@ -108,7 +108,7 @@ def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Vie
         name, view = by_key[spec.name]
         copy = copies.get(name)
         takes_part = copy is not None and (copy.layout.gathers or ranks.rank == view.writer)
-        whole = copy.whole() if copy is not None and takes_part else None
+        whole = copy.full_tensor() if copy is not None and takes_part else None
         received = ranks.sent_to_rank_0(whole, view)
         if received is None:
             return torch.empty(0)

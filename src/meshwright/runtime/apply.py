@@ -108,7 +108,7 @@ def apply(
         spmd=spmd, halves=halves(model.named_parameters(), recipe) if spmd is None else None,
         dispatchers=dispatchers.values(), calls=calls, branching=branching, streams=streams,
     )  # fmt: skip
-    runner = _runner(stages, hooks, replanner, loss, wholes=spmd is not None)
+    runner = _runner(stages, hooks, replanner, loss, leaves_global_tensors=spmd is not None)
     return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs)
 
 
@@ -149,12 +149,14 @@ def _module_calls(
     )
 
 
-def _runner(stages: Stages, hooks: Mapping[str, Hooks], replanner: Replanner, loss: Loss, *, wholes: bool) -> Runner:
+def _runner(
+    stages: Stages, hooks: Mapping[str, Hooks], replanner: Replanner, loss: Loss, *, leaves_global_tensors: bool
+) -> Runner:
     model, recipe, groups = stages.model, stages.recipe, stages.groups
     unused = UnusedParameters(model, recipe, groups, stages.sync) if recipe.routed and needs_fsdp(recipe) else None
     programs = _programs(recipe, groups, replanner, stages) if recipe.in_parts else None
     gradients = StepGradients(model, recipe, groups, hooks)
-    return Runner(stages, programs, loss, gradients, unused=unused, wholes=wholes)
+    return Runner(stages, programs, loss, gradients, unused=unused, leaves_global_tensors=leaves_global_tensors)
 
 
 def _programs(recipe: Recipe, groups: Groups, replanner: Replanner, stages: Stages) -> Programs:

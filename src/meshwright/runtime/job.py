@@ -364,14 +364,14 @@ class Job:
         by one."""
         return self._sharded_model.full_state_dict()
 
-    def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+    def full_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Each buffer in turn, from the rank whose forward changes it: on rank 0; None on other ranks."""
-        return self._sharded_model.whole_buffers()
+        return self._sharded_model.full_buffers()
 
-    def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
+    def full_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn: the full tensor on rank 0, None on other ranks."""
-        return self._sharded_model.whole_parameters()
+        return self._sharded_model.full_parameters()
 
-    def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
+    def full_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter's gradient in turn: the full tensor on rank 0; None on other ranks, and if there is no gradient."""
-        return self._sharded_model.whole_gradients()
+        return self._sharded_model.full_gradients()

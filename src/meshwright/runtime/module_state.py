@@ -23,7 +23,7 @@ from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import attributes_in, buffers_in, is_plain_object, is_scripted
 from meshwright.private import modules_of, set_version, version, without_modes
 from meshwright.runtime.weights.parameters import local_tensor
-from meshwright.spmd.dispatcher import whole
+from meshwright.spmd.dispatcher import full_tensor
 from meshwright.spmd.tensor import GlobalTensor
 
 # Types of immutable values, which hold no tensors and need no copy.
@@ -154,7 +154,7 @@ class Leftovers:
         self._children_then: list[Mapping[str, Any]] = []
         self._candidates: list[nn.Module] | None = None
 
-    def make_whole(self) -> None:
+    def gather_tensors(self) -> None:
         """Gathers them (an assigned buffer, a list of statistics) into full tensors on every rank, so that later code finds
         what it finds on one device, also if it runs on one rank alone. Collective over the ranks that ran the forward."""
         if self._candidates is None or not self._is_unchanged():
@@ -164,7 +164,7 @@ class Leftovers:
             holder for submodule in self._candidates or () for holder in _holders_of_module(submodule, seen)
         ):
             if any(map(_has_global_tensor, _values(holder))):
-                _make_whole(holder)
+                _gather_tensors(holder)
 
     def _search(self) -> None:
         """Finds the modules that may have global tensors, and notes the values of the others."""
@@ -187,7 +187,7 @@ def _all_values(holders: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [*chain.from_iterable(holder.values() for holder in holders)]
 
 
-def _make_whole(holder: _Holder) -> None:
+def _gather_tensors(holder: _Holder) -> None:
     if isinstance(holder, _MAPPINGS):
         internal = _INTERNAL if "_parameters" in holder else ()
         holder.update({k: _full(v) for k, v in holder.items() if k not in internal})
@@ -218,7 +218,7 @@ def _has_global_tensor(value: Any) -> bool:
 
 def _full(value: Any) -> Any:
     """A value, with a global tensor gathered. Collective."""
-    return tuple(map(_full, value)) if type(value) is tuple else whole(value)
+    return tuple(map(_full, value)) if type(value) is tuple else full_tensor(value)
 
 
 def is_state(value: Any) -> bool:

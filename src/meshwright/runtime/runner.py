@@ -36,7 +36,7 @@ class Runner:
         programs: recorded forwards, divided into parts; None if each forward runs as a whole.
         gradients: reduces and accumulates the gradients of a step.
         unused: makes ranks agree on which parameters were used, if values decide that; else None.
-        wholes: whether forwards may leave global tensors on modules, which are then gathered.
+        leaves_global_tensors: whether forwards may leave global tensors on modules, which are then gathered.
 
     Attributes:
         module: the model, with sharded parameters; ``modes``: of its modules.
@@ -52,11 +52,11 @@ class Runner:
         gradients: StepGradients,
         *,
         unused: UnusedParameters | None = None,
-        wholes: bool,
+        leaves_global_tensors: bool,
     ) -> None:
         self.module, self.recipe, self.groups, self.modes = stages.model, stages.recipe, stages.groups, stages.modes
         self.executor, self.stages = Executor(stages, programs, loss), stages
-        self._sync, self._leaves_global_tensors = stages.sync, wholes
+        self._sync, self._leaves_global_tensors = stages.sync, leaves_global_tensors
         self._unused, self.gradients, self.switches = unused, gradients, stages.switches
         lines = self.recipe.held_by(self.groups.rank)
         self._frozen = [line.name for line in lines if not line.requires_grad and self.recipe.in_parts]
@@ -168,7 +168,7 @@ class Runner:
         """Gathers global tensors that forwards left on modules, as they would be on one device. Collective, if there are
         any."""
         if self._leaves_global_tensors:
-            self._leftovers.make_whole()
+            self._leftovers.gather_tensors()
 
     def written(self) -> list[nn.Parameter]:
         """The parameters that a forward may write to."""

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.gather import whole_buffers, whole_tensors
+from meshwright.runtime.weights.gather import full_buffers, full_tensors
 
 
 class ShardedModel:
@@ -46,23 +46,23 @@ class ShardedModel:
 
     # --- full tensors: on rank 0, on CPU; None on other ranks. Collective -----------------------------------------------
 
-    def whole_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+    def full_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         """Each buffer in turn, from the rank whose forward changes it."""
-        return whole_buffers(self.module, self.recipe, self.groups)
+        return full_buffers(self.module, self.recipe, self.groups)
 
-    def whole_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
+    def full_parameters(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter in turn."""
         self.reshard()
-        return whole_tensors(self.module, self.recipe, self.groups, lambda p: p)
+        return full_tensors(self.module, self.recipe, self.groups, lambda p: p)
 
-    def whole_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
+    def full_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter's gradient in turn; None if there is none."""
-        return whole_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
+        return full_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer; empty on other ranks."""
         full: dict[str, Tensor] = {}
-        for line, value in self.whole_parameters():
+        for line, value in self.full_parameters():
             if value is not None:
                 for name in (line.name, *line.aliases):
                     full[name] = value
@@ -71,7 +71,7 @@ class ShardedModel:
             state = {k: v for k, v in self.module.state_dict().items() if k not in parameters}
             full |= {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
         persistent = set(full)
-        for name, value in self.whole_buffers():
+        for name, value in self.full_buffers():
             if value is not None and name in persistent:
                 full[name] = value
         return full

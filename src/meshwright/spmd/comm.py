@@ -162,7 +162,7 @@ class Axis:
 
     @locally
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
-        """This rank's slice → the whole tensor."""
+        """This rank's slice → the full tensor."""
         self._enter("all_gather", x, _with_size(x, layout))
         padded = _pad(x, layout.dim, self._widest(layout))
         sent = _flat(padded)
@@ -175,7 +175,7 @@ class Axis:
 
     @locally
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
-        """This rank's summand of the whole tensor → this rank's slice of the sum."""
+        """This rank's summand of the full tensor → this rank's slice of the sum."""
         out, sent = self._scattered(x, layout)
         scatter_single(out, sent, group=self.group)
         return _no_view(_delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype))

@@ -2,7 +2,7 @@
 
     Decision   run a local function: which layout each operand needs, which function runs, which layout results
     Body       run a Python function; the torch functions that it calls are decided one by one
-    Gather     neither is known: gather every argument, and run the function on whole tensors
+    Gather     neither is known: gather every argument, and run the function on full tensors
 
 A decider is a pure function of a ``Call``. It reads layouts, shapes and constants, never values, and communicates nothing.
 Planning reads the answer; ``Dispatcher`` executes it.
@@ -25,10 +25,10 @@ class Need(Enum):
     """What the local function needs of an operand. (A ``Shard`` is a need as well: this rank's slice in that layout.)"""
 
     LOCAL = "the local tensor, in the layout that it has"
-    REPLICATE = "the whole tensor; every rank computes the same with it"
-    PLAIN = "the whole tensor, with the strides that it has on one device"
-    VARYING = "the whole tensor; each rank computes its part with it, so gradients are summed over the axis"
-    SUMMAND = "the whole tensor on the first rank, zeros on the others"
+    REPLICATE = "the full tensor; every rank computes the same with it"
+    PLAIN = "the full tensor, with the strides that it has on one device"
+    VARYING = "the full tensor; each rank computes its part with it, so gradients are summed over the axis"
+    SUMMAND = "the full tensor on the first rank, zeros on the others"
     ORIGINAL = "the tensor that the model passed"
 
 

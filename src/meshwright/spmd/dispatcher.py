@@ -6,7 +6,7 @@
       3  a write                                  reaches everything that shares the memory, as on one device
       4  a function with a decider                the decision is executed and kept; or the function's Python body runs, and the
                                                   functions that it calls are answered in turn
-      5  anything else                            falls back: gathers, runs on whole tensors, and is counted
+      5  anything else                            falls back: gathers, runs on full tensors, and is counted
 
 So every torch function gives the right result. A missing decider costs speed, never correctness. A ``Dispatcher`` is a
 ``Mover`` too (spmd/mover.py): it redistributes operands to the layouts that a decision needs.
@@ -201,7 +201,7 @@ class Dispatcher(Mover):
         )
 
     def fallback(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gathers every argument and runs ``func`` on whole tensors, alike on every rank."""
+        """Gathers every argument and runs ``func`` on full tensors, alike on every rank."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, GlobalTensor) and isinstance(leaf._mw_layout, Shard) for leaf in leaves):
             self.gathered(func)
@@ -283,7 +283,7 @@ class Dispatcher(Mover):
             if isinstance(value, GlobalTensor) and value._mw_layout == layout and value._mw_origin is None:
                 new = value
             elif isinstance(layout, Shard):
-                new = GlobalTensor(self.cut(self.whole(value), layout).clone(), layout, self)
+                new = GlobalTensor(self.cut(self.full_tensor(value), layout).clone(), layout, self)
                 self.set_strides(new, value.stride())
             else:
                 new_local = self.plain(value)
@@ -310,7 +310,7 @@ class Dispatcher(Mover):
     def set_strides(self, x: GlobalTensor, strides: Strides | None) -> None:
         """Gives a global tensor in new memory the strides that it has on one device, and its local tensor the same dim order.
 
-        ``strides``: those of the whole tensor; None: dense, with the dim order of the local tensor.
+        ``strides``: those of the full tensor; None: dense, with the dim order of the local tensor.
         """
         result = fresh(x._mw_layout, x._mw_local, strides)
         if result.strides is not None:
@@ -350,9 +350,9 @@ def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return tuple(parts), tensors
 
 
-def whole(x: Any) -> Any:
-    """A global tensor as a whole tensor on every rank; anything else as it is."""
-    return x._mw_dispatcher.whole(x) if isinstance(x, GlobalTensor) else x
+def full_tensor(x: Any) -> Any:
+    """A global tensor as a full tensor on every rank; anything else as it is."""
+    return x._mw_dispatcher.full_tensor(x) if isinstance(x, GlobalTensor) else x
 
 
 _KEPT = 1 << 15  # so many decisions are kept, then all are dropped: shapes may change with every batch
@@ -377,4 +377,4 @@ def _again(func: Any, plain: tuple[Any, ...], spec: Any, leaf: int, number: int,
     return piece
 
 
-__all__ = ["PARTIAL", "Dispatcher", "whole"]
+__all__ = ["PARTIAL", "Dispatcher", "full_tensor"]

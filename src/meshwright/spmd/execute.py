@@ -52,11 +52,11 @@ def redistributed_for(dispatcher: Dispatcher, t: Tensor, need: Need | Shard) -> 
     if need is Need.LOCAL:
         return t._mw_local if isinstance(t, GlobalTensor) else t
     if need is Need.REPLICATE:
-        return dispatcher.whole(t)
+        return dispatcher.full_tensor(t)
     if need is Need.PLAIN:
         return dispatcher.plain(t)
     if need is Need.SUMMAND:
-        return redistribute.keep_first(dispatcher.whole(t), dispatcher.axis)
+        return redistribute.keep_first(dispatcher.full_tensor(t), dispatcher.axis)
     return t  # Need.ORIGINAL
 
 
@@ -409,7 +409,7 @@ def _result(
 def fresh(layout: Layout, local: Tensor, strides: Strides | None) -> Result:
     """The Result for a local tensor in new memory.
 
-    ``strides``: those of the whole tensor on one device; None: dense, with the dim order of the local tensor.
+    ``strides``: those of the full tensor on one device; None: dense, with the dim order of the local tensor.
     """
     shape = _whole_shape(layout, local)
     if strides is None:

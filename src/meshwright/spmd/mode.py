@@ -1,4 +1,4 @@
-"""``SpmdMode``: while it is on, the model's code sees whole tensors, and each rank computes its part.
+"""``SpmdMode``: while it is on, the model's code sees full tensors, and each rank computes its part.
 
 It catches calls that the class ``GlobalTensor`` alone cannot catch: those with a parameter (a DTensor at rest, or in planning a
 meta tensor) and no global tensor. The parameter is replaced by its local part. All other calls pass unchanged.
@@ -28,7 +28,7 @@ from meshwright.spmd.autograd_functions import (
     transforms,
 )
 from meshwright.spmd.decide.gradient import ENGINES
-from meshwright.spmd.dispatcher import Dispatcher, whole
+from meshwright.spmd.dispatcher import Dispatcher, full_tensor
 from meshwright.spmd.signature import read
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
 from meshwright.spmd.torch_functions import CHANGES_GRADIENT, FACTS, OF_ITSELF, SET_DATA
@@ -185,14 +185,14 @@ class GlobalTensorMode(FunctionMode):
         return func(*args, **kwargs)
 
     def _whole(self, user: Any, x: Tensor) -> Tensor:
-        """A global tensor or a parameter as a whole tensor; any other tensor as it is. ``user`` is counted as a fallback."""
+        """A global tensor or a parameter as a full tensor; any other tensor as it is. ``user`` is counted as a fallback."""
         with outside_transforms():
             part = x if isinstance(x, GlobalTensor) else self.local(x)
             if part is None:
                 return x
             if isinstance(part, GlobalTensor) and isinstance(part._mw_layout, Shard):
                 self.gathered(part._mw_dispatcher, user, [part])
-            plain: Tensor = whole(part)
+            plain: Tensor = full_tensor(part)
             return plain
 
     def _substitute(
@@ -257,29 +257,29 @@ class GlobalTensorMode(FunctionMode):
             self.local.end_forward()
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a scripted function: it takes and returns whole tensors."""
+        """A call of a scripted function: it takes and returns full tensors."""
         change = partial(self._whole, "a scripted function")
         with without_modes():  # as below
             args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
         return call(function, *args, **kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``apply`` of a custom ``autograd.Function``: it takes and returns whole tensors. A write to an argument reaches the
+        """``apply`` of a custom ``autograd.Function``: it takes and returns full tensors. A write to an argument reaches the
         global tensor."""
         with without_modes():  # else this mode would take a look at a parameter for a use of it
             ours, args, kwargs = self._substitute(args, kwargs)
-        function = giving(function, whole)
+        function = giving(function, full_tensor)
         if ours is None:
             return apply(function, *args, **kwargs)
         global_tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor)]
         if any(isinstance(t._mw_layout, Shard) for t in global_tensors):
             self.gathered(ours, function, global_tensors)
-        wholes = {id(t): whole(t) for t in global_tensors}
-        before = {i: version(t) for i, t in wholes.items()}
-        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: wholes[id(t)], (args, kwargs))
+        full_tensors = {id(t): full_tensor(t) for t in global_tensors}
+        before = {i: version(t) for i, t in full_tensors.items()}
+        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda t: full_tensors[id(t)], (args, kwargs))
         result = apply(function, *args, **kwargs)
         for t in global_tensors:
-            gathered = wholes[id(t)]
+            gathered = full_tensors[id(t)]
             if gathered is not t._mw_local and version(gathered) != before[id(t)]:
                 ours.assign(t, gathered)
                 result = _with_tensor_replaced(result, gathered, t)

@@ -1,7 +1,7 @@
 """``Mover``: redistributes tensors from layout to layout over one axis.
 
-    whole     the whole tensor; every rank computes the same with it     plain   ``whole``, with the strides of one device
-    varying   the whole tensor; each rank computes its part with it      cut     this rank's slice
+    full_tensor   every rank computes the same with it     plain   the full tensor, with the strides of one device
+    varying       each rank computes its part with it      cut     this rank's slice
 
 The result of a collective is reused until something writes to the tensor. A global tensor that a fallback made may be a slice
 of a gathered one, its base: it is selected anew if the base has been written, and a write to it goes to the base as well.
@@ -38,23 +38,23 @@ class Mover:
     def layout(self, x: Any) -> Layout:
         return x._mw_layout if isinstance(x, GlobalTensor) else REPLICATE
 
-    def whole(self, x: Any) -> Any:
-        """The whole tensor; every rank computes the same with it. Anything else as it is."""
+    def full_tensor(self, x: Any) -> Any:
+        """The full tensor; every rank computes the same with it. Anything else as it is."""
         if not isinstance(x, GlobalTensor):
             return x
         if x._mw_origin is not None:
             self.refresh(x)
         layout = x._mw_layout
         if isinstance(layout, Shard):
-            return self._once(x, "whole", lambda t: redistribute.all_gather(t, self.axis, layout))
+            return self._once(x, "full", lambda t: redistribute.all_gather(t, self.axis, layout))
         if isinstance(layout, Partial):
-            return self._once(x, "whole", lambda t: redistribute.all_reduce(t, self.axis))
+            return self._once(x, "full", lambda t: redistribute.all_reduce(t, self.axis))
         return x._mw_local
 
     def plain(self, x: Any) -> Any:
-        """``whole``, with the strides of one device: for functions that can alias, or whose result has the strides of an
+        """``full_tensor``, with the strides of one device: for functions that can alias, or whose result has the strides of an
         operand."""
-        value = self.whole(x)
+        value = self.full_tensor(x)
         if not isinstance(x, GlobalTensor) or x._mw_origin is not None or x._mw_layout == REPLICATE:
             return value
         strides = x.stride()
@@ -63,12 +63,12 @@ class Mover:
         return self._once(x, "laid", lambda _: with_strides(value, strides))
 
     def varying(self, x: Any) -> Any:
-        """The whole tensor; each rank computes its part with it, so gradients are summed over the axis."""
+        """The full tensor; each rank computes its part with it, so gradients are summed over the axis."""
         if not isinstance(x, Tensor):
             return x
         if isinstance(x, GlobalTensor) and isinstance(layout := x._mw_layout, Shard):
             return self._once(x, "varying", lambda t: redistribute.all_gather_in(t, self.axis, layout))
-        base = self.whole(x)
+        base = self.full_tensor(x)
         if not base.requires_grad:
             return base
         wide = getattr(base, "_mw_is_parameter", False)
@@ -82,12 +82,12 @@ class Mover:
         if source == layout:
             return local
         if isinstance(source, Partial):
-            memo = x._mw_memo.get("whole")
+            memo = x._mw_memo.get("full")
             if memo is None or memo[0] != version(local):
                 return redistribute.reduce_scatter(local, self.axis, layout)
         if isinstance(source, Shard) and source.dim != layout.dim:
             return redistribute.all_to_all(local, self.axis, source, layout)
-        return redistribute.keep_slice(self.whole(x), self.axis, layout)
+        return redistribute.keep_slice(self.full_tensor(x), self.axis, layout)
 
     def _once(self, x: Tensor, kind: str, move: Callable[[Tensor], Tensor]) -> Tensor:
         """The result of ``move``, reused as long as ``x`` is not written: q, k and v share one gradient all-reduce."""
@@ -106,7 +106,7 @@ class Mover:
     # --- writes of whole values, and slices of what was gathered ------------------------------------------------------
 
     def write(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Writes ``value``, a whole tensor, to ``target`` in place, so that aliases of the local tensor see it.
+        """Writes ``value``, a full tensor, to ``target`` in place, so that aliases of the local tensor see it.
 
         ``silent``: see ``assign``. The version counter of the local tensor does not change then: else autograd would refuse
         views of it that ``chunk`` made.
@@ -121,7 +121,7 @@ class Mover:
         overwrite(local, value)
 
     def assign(self, target: GlobalTensor, value: Tensor, *, silent: bool = False) -> None:
-        """Writes ``value``, a whole tensor, to ``target`` in place, and to the base if ``target`` is a slice of one.
+        """Writes ``value``, a full tensor, to ``target`` in place, and to the base if ``target`` is a slice of one.
 
         ``silent``: without autograd's knowledge, as a write to ``.data``.
         """
@@ -130,9 +130,9 @@ class Mover:
             self.refresh(target)
             base, select = target._mw_origin
             with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
-                whole = duplicate(self.plain(base))
-                overwrite(select(whole), value)
-            self.assign(base, whole, silent=silent)
+                changed = duplicate(self.plain(base))
+                overwrite(select(changed), value)
+            self.assign(base, changed, silent=silent)
         else:
             self.write(target, value, silent=silent)
         if target._mw_memory is not None:

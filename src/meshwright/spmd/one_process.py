@@ -263,7 +263,7 @@ def _refusal(name: str) -> Callable[[FrameType], Any]:
             where=f"the model's {line}",
             given=f"{name}(…), called by the model's own code",
             required="a model that computes as one process does: Meshwright does all communication, and the model sees "
-            "all rows and whole tensors",
+            "all rows and full tensors",
             fix=f"if dist.is_initialized() and dist.get_world_size() > 1:  # False for the model's code\n    {name}(…)",
         )
         error = PlanError([finding], "this model")

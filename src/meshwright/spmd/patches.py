@@ -248,7 +248,7 @@ class AppliedInC(Patch):
 def _custom_function() -> Patch:
     """The patch of ``Function.apply``, which also works if a model holds the method. No function mode sees it, and there is no
     public hook."""
-    why = "custom autograd functions get whole tensors; to a tracer, one is one event"
+    why = "custom autograd functions get full tensors; to a tracer, one is one event"
     if isinstance(vars(torch.autograd.Function)["apply"], classmethod):
         return Patch(torch.autograd.function._SingleLevelFunction, "apply", why, of_class=True)
     return AppliedInC(why)
@@ -267,16 +267,16 @@ def apply_of(function: Any) -> Callable[..., Any]:
     return _in_c(function)
 
 
-VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets whole tensors")
-GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get whole tensors")
-JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets whole tensors")
+VMAP = Patch(vmap, "_add_batch_dim", "a vmap gets full tensors")
+GRAD = Patch(eager_transforms, "_wrap_tensor_for_grad", "torch.func.grad, vjp … get full tensors")
+JVP = Patch(forward_ad, "make_dual", "torch.func.jvp gets full tensors")
 TRANSFORMS = {  # the functions that run ``torch.func.vmap(f)`` and the others
     "vmap": Patch(apis, "vmap_impl", _AS_ONE),
     "grad": Patch(eager_transforms, "grad_and_value_impl", _AS_ONE),
     "jvp": Patch(eager_transforms, "_jvp_with_argnums", _AS_ONE),
     "vjp": Patch(eager_transforms, "_vjp_with_argnums", _AS_ONE),
 }
-_SCRIPTED = "what torch.jit made gets whole tensors; to a tracer, it is one event"
+_SCRIPTED = "what torch.jit made gets full tensors; to a tracer, it is one event"
 SCRIPTED = Patch(torch.jit.ScriptFunction, "__call__", _SCRIPTED)
 SCRIPTED_METHOD = Patch(torch.ScriptMethod, "__call__", _SCRIPTED)
 CHECKPOINT = Patch(

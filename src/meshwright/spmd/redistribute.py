@@ -1,7 +1,7 @@
 """The moves between layouts, each with its conjugate as backward.
 
     forward                                              backward                           function
-    a whole tensor enters sharded work: nothing moves    all-reduce of its gradient         copy_in
+    a full tensor enters sharded work: nothing moves     all-reduce of its gradient         copy_in
     Partial → Replicate: all-reduce                      nothing moves                      all_reduce
     Partial → Shard: reduce-scatter                      all-gather                         reduce_scatter
     Shard → Replicate, used whole: all-gather            keep my slice                      all_gather
@@ -204,7 +204,7 @@ class Release(Move):
 
 
 def copy_in(x: Tensor, axis: Axis, *, wide: bool = False) -> Tensor:
-    """A whole tensor, as used by sharded work: its gradient is summed over the axis.
+    """A full tensor, as used by sharded work: its gradient is summed over the axis.
 
     ``wide``: sum half-precision gradients in float32 (parameters: FSDP's ``reduce_dtype`` does not reach this sum).
     """
@@ -247,7 +247,7 @@ def keep_first(x: Tensor, axis: Axis) -> Tensor:
 
 
 def keep_first_backward(x: Tensor, axis: Axis) -> Tensor:
-    """The gradient of a summand, which is the same on every rank, as a whole tensor: nothing moves."""
+    """The gradient of a summand, which is the same on every rank, as a full tensor: nothing moves."""
     return Release.apply(x, axis)
 
 

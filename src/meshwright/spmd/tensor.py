@@ -210,14 +210,16 @@ class GlobalTensor(Tensor):
                 f"{func} was called on a sharded tensor without a torch function, so its gradient would be lost; "
                 "call it through a torch function, or replicate the module in the plan: {tp: replicate}"
             )
-        args, kwargs = pytree.tree_map_only(GlobalTensor, lambda v: v._mw_dispatcher.whole(v), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            GlobalTensor, lambda v: v._mw_dispatcher.full_tensor(v), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GlobalTensor(shape={tuple(self.shape)}, {self._mw_layout}, local={tuple(self._mw_local.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._mw_dispatcher.whole(self).__reduce_ex__(protocol)
+        return self._mw_dispatcher.full_tensor(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()

@@ -38,7 +38,7 @@ from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.alias import laid_out, overwrite
 from meshwright.spmd.comm import Ledger, locally
-from meshwright.spmd.dispatcher import whole
+from meshwright.spmd.dispatcher import full_tensor
 
 
 class Branching:
@@ -96,15 +96,15 @@ class Branching:
     ) -> tuple[dict[tuple[int, int], Tensor], Tensor]:
         """See ``calls.exchange.Exchange``."""
         gates = {n: self._gates.pop((move.around, n)) for n in move.values if (move.around, n) in self._gates}
-        whole_values = {n: gates[n][1] if n in gates else whole(t) for n, t in values.items()}
+        full_values = {n: gates[n][1] if n in gates else full_tensor(t) for n, t in values.items()}
         pairs = [(n, b) for n in move.values for b in sorted(move.takers[n])]
-        forked = {(n, b): whole_values[n] for n, b in pairs if n in whole_values}
+        forked = {(n, b): full_values[n] for n, b in pairs if n in full_values}
         differentiable = [(n, b) for n, b in pairs if n in graph.live and torch.is_grad_enabled()]
         anchor = self._anchor() if tail is None else tail
         if differentiable:
             # This rank lacks a value that only other branches take, but takes part in the sum of its gradients, with zeros.
-            stand_ins = {n: self._zeros(n, graph) for n, _ in differentiable if n not in whole_values}
-            inputs = [(whole_values | stand_ins)[n] for n, _ in differentiable]
+            stand_ins = {n: self._zeros(n, graph) for n, _ in differentiable if n not in full_values}
+            inputs = [(full_values | stand_ins)[n] for n, _ in differentiable]
             anchor, *out = ForkValues.apply(
                 self, move, graph, tuple(differentiable), {n: gate for n, (gate, _) in gates.items()}, anchor, *inputs
             )
@@ -213,7 +213,7 @@ class Branching:
         if not move.values:
             return Joined({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
-        local_values = {n: whole(t) for n, t in branch_values.items()}
+        local_values = {n: full_tensor(t) for n, t in branch_values.items()}
         if self._in_trial:
             local_values = {n: cast(t, sent_dtype(graph.values[n], wide=self._wide)) for n, t in local_values.items()}
         self._check(local_values, dict(move.values), graph)
@@ -274,7 +274,7 @@ class Branching:
             local_values: value → the tensor that this rank's branch made.
 
         Returns:
-            (value → the whole tensor, for each value that this rank takes; the values that are still on their way; the arrival
+            (value → the full tensor, for each value that this rank takes; the values that are still on their way; the arrival
             of these values).
         """
         line = self._wire.lines[move.around]

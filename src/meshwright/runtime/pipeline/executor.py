@@ -81,7 +81,7 @@ class Executor:
         return step.losses
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward. Returns the model's output with whole tensors, on the ranks of the last stage; None on others."""
+        """Runs a forward. Returns the model's output with full tensors, on the ranks of the last stage; None on others."""
         step = self.step(Pieces([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
         step.perform()
         return step.result

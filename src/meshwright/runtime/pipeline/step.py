@@ -43,7 +43,7 @@ from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
 from meshwright.schedule import TRANSFERS, Action, Schedule
 from meshwright.spmd.alias import laid_out
 from meshwright.spmd.autograd_functions import checkpoints_noted
-from meshwright.spmd.dispatcher import whole
+from meshwright.spmd.dispatcher import full_tensor
 
 _SEED_BITS = 48  # so many that no two forwards of a run have the same seed
 
@@ -270,9 +270,9 @@ class Step:
                 # From the output, and not from the interpreter: FSDP2's hooks may have replaced the tensors.
                 flight.outputs = dict(zip(part.program.out, output, strict=True))
             elif self._loss is None:
-                self.result = map_tensors(whole, output)
+                self.result = map_tensors(full_tensor, output)
             else:
-                flight.loss = weighed(one_number(whole(self._loss(output))), self._pieces.scale[m])
+                flight.loss = weighed(one_number(full_tensor(self._loss(output))), self._pieces.scale[m])
                 self.losses.append(flight.loss.detach())
         if not self._backward_too:
             flight.received, flight.loss, flight.ends = {}, None, []
@@ -308,7 +308,7 @@ class Step:
             received,
             device=stages.groups.device,
             name=stages.describe,
-            send=whole,
+            send=full_tensor,
             exchange=stages.branching,
             streams=None if self._split else stages.streams,
             carried=slot_tensors(stages.model, graph.carried),

@@ -69,7 +69,7 @@ def _holders(line: ParameterRecipe, recipe: Recipe) -> list[int]:
     return sorted(first.values())
 
 
-def whole_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
+def full_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
     """(name, value on rank 0's CPU) for every buffer, from the rank whose forward changes it. Collective.
 
     A forward may replace a buffer by one of another shape or dtype, or register a new one: the owner sends these facts first.
@@ -113,7 +113,7 @@ def _send(value: Tensor, groups: Groups) -> None:
         dist.send(as_bytes(value).cpu(), dst=0, group=groups.hosts[""])
 
 
-def whole_tensors(
+def full_tensors(
     model: nn.Module, recipe: Recipe, groups: Groups, pick: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
     """(line, full tensor on rank 0) for every parameter. Collective.

@@ -35,7 +35,9 @@ def _gather_arguments(dispatcher: Any, names: dict[str, Any], *keys: str) -> Non
         for key in keys:
             value = names.get(key)
             names[key] = (
-                [*map(dispatcher.whole, value)] if isinstance(value, (tuple, list)) else dispatcher.whole(value)
+                [*map(dispatcher.full_tensor, value)]
+                if isinstance(value, (tuple, list))
+                else dispatcher.full_tensor(value)
             )
 
 

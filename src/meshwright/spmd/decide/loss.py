@@ -110,7 +110,7 @@ def _of_rows(
     """This rank's summand of the loss, in the accumulation type, if logits are sharded over rows or over a dim after the
     classes.
 
-    ``target``, ``weight``: whole tensors; ``cut``: the layout in which the target is to be taken.
+    ``target``, ``weight``: full tensors; ``cut``: the layout in which the target is to be taken.
     """
     count = _denominator(target, weight, options["ignore_index"])
     target = cut.take(target, axis.rank)

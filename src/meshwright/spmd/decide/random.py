@@ -1,6 +1,6 @@
 """Random functions: the numbers are those of one device.
 
-For a whole tensor every rank draws the same numbers. For a sharded tensor every rank draws for the whole tensor and keeps
+For a full tensor every rank draws the same numbers. For a sharded tensor every rank draws for the full tensor and keeps
 its slice. So the generators of all ranks advance alike.
 """
 
@@ -48,7 +48,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 ShapeAndStrides = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shape and the strides of a whole tensor on one device."""
+"""The shape and the strides of a full tensor on one device."""
 
 
 def _shape_and_strides(x: Operand) -> ShapeAndStrides:
@@ -58,13 +58,13 @@ def _shape_and_strides(x: Operand) -> ShapeAndStrides:
 
 
 def _memory(geometry: ShapeAndStrides, x: Tensor) -> Tensor:
-    """Memory for a whole tensor, of the type and device of ``x``."""
+    """Memory for a full tensor, of the type and device of ``x``."""
     memory = x.new_empty(span(*geometry))
     return memory.as_strided(*geometry)
 
 
 def _dropped(x: Tensor, geometry: ShapeAndStrides, p: float) -> Tensor:
-    """Dropout of a whole tensor."""
+    """Dropout of a full tensor."""
     return x * functional.dropout(_memory(geometry, x).fill_(1), p)
 
 
@@ -158,7 +158,7 @@ def draw(call: Call) -> Answer:
 def _drawn(
     axis: Axis, x: Tensor, func: Any, geometry: ShapeAndStrides, layout: Shard, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """This rank's slice of the numbers that ``func`` draws for the whole tensor."""
+    """This rank's slice of the numbers that ``func`` draws for the full tensor."""
     return redistribute.keep_slice(func(_memory(geometry, x), *args, **kwargs), axis, layout)
 
 

@@ -122,7 +122,7 @@ def squeeze(call: Call) -> Answer:
     chosen = [d % x.dim() for d in _sizes((named_dims[0],))] if named_dims else list(range(x.dim()))
     gone = [d for d in chosen if x.shape[d] == 1]  # by the global shape: a dim whose local size is 1 stays
     if isinstance(x.layout, Shard) and x.layout.dim in gone:
-        return GATHER  # one rank holds the whole tensor
+        return GATHER  # one rank holds the full tensor
     return moved(x, [d for d in range(x.dim()) if d not in gone], Tensor.squeeze, tuple(gone))
 
 
@@ -221,7 +221,7 @@ def _expanded_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @decider("as_strided")
 def as_strided(call: Call) -> Answer:
-    """By the strides of one device. Only elements of the whole tensor itself can be reached, not others of its storage."""
+    """By the strides of one device. Only elements of the full tensor itself can be reached, not others of its storage."""
     names = named("input size stride storage_offset", call.args, call.kwargs)
     x, size, stride, offset = names["input"], names["size"], names["stride"], names.get("storage_offset")
     if isinstance(x.layout, Partial):
