@@ -532,6 +532,12 @@ def test_an_alarm_is_told_and_no_picture_is_taken_for_what_is_held(visit: Any) -
     opened = visit(page(report(piped(1, 1), mismatches=wrong))).page
     assert opened.get_by_role("alert").inner_text().startswith("This job does not hold what its recipe says")
     assert "rows 4:8" in opened.get_by_role("alert").inner_text()
+    for width in (390, 1400, 1800):  # its edge is that of the text
+        opened.set_viewport_size({"width": width, "height": 800})
+        edges = opened.evaluate(
+            "['#alarm', '#mesh'].map((one) => document.querySelector(one).getBoundingClientRect().x)"
+        )
+        assert edges[0] == pytest.approx(edges[1], abs=1)
     agrees = visit(page(report(piped(1, 1), mismatches=[]))).page
     assert agrees.get_by_role("alert").count() == 0 and "no difference" in agrees.locator("#agrees").inner_text()
 
