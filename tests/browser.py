@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
-"""Where `Visit.keep` puts its pictures: ignored by git, and kept by continuous integration."""
+"""Where `Visit.keep` puts its pictures: ignored by git, for a person to look at."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -7,6 +7,7 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: file=plan.yaml -->   any: written into the folder in which the page's commands run, too
     <!-- block: resolve=build,sample -->   yaml: a plan, which is resolved for these names of the page
     <!-- block: proof -->            any: takes long; run in `make proof` alone. Else Python is compiled, and commands are read
+    <!-- block: processes -->        bash: its scripts are started, too (else another test runs them); with ``code=1``: the last command ends with 1
     <!-- block: parsed -->           bash: takes too long for any test; read
     <!-- block: proof quick=KEY=VALUE -->   bash: the same, but run in every test run with this ``--set``: a smaller model
     <!-- block: not run: why -->     any: it needs what is not here. Its Python is compiled, its bash and its YAML are read

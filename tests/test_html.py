@@ -297,6 +297,50 @@ def test_a_plan_alone_has_its_timeline_and_says_what_it_lacks(visit: Any) -> Non
     )
 
 
+WRITTEN = """async () => {
+    const fill = CanvasRenderingContext2D.prototype.fillText;
+    const written = [];
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        const wide = this.measureText(text).width;
+        const left = x - (this.textAlign === "center" ? wide / 2 : this.textAlign === "right" ? wide : 0);
+        const place = this.canvas.closest("[id]");
+        const number = [...place.querySelectorAll("canvas")].indexOf(this.canvas);
+        written.push([place.id, number, text, left, left + wide, y]);
+        return fill.call(this, text, x, y);
+    };
+    document.getElementById("theme").click(); // all is drawn anew
+    await new Promise(requestAnimationFrame);
+    await new Promise(requestAnimationFrame);
+    return written;
+}"""
+
+
+def test_a_rank_of_several_stages_names_the_stage_of_each_action(visit: Any) -> None:
+    """An interleaved pipeline: a line is of two stages, and each has a forward of each microbatch."""
+    opened = visit(page(report(CASES["a pipeline, one weight in two stages"])))
+    texts = {text for place, _, text, *_ in opened.page.evaluate(WRITTEN) if place == "step-picture"}
+    assert {"stages 0, 2", "stages 1, 3", "0F0", "2F0", "3B0"} <= texts
+    assert "F0" not in texts and not any("…" in text for text in texts)
+    opened.page.locator("#step summary").click()
+    row = opened.page.locator("#step tbody tr").filter(has_text="forward").first
+    row.wait_for()
+    assert row.locator("td, th").first.inner_text() == "0"
+
+
+def test_narrow_bars_of_memory_have_names_that_do_not_touch(visit: Any) -> None:
+    prediction = predicted()
+    assert prediction.recipe is not None
+    opened = visit(page(report(prediction.recipe, prediction)), viewport={"width": 320, "height": 800})
+    names: dict[int, list[tuple[float, float]]] = {}
+    for place, number, _, start, stop, y in opened.page.evaluate(WRITTEN):
+        if place == "memory-roles" and y > 140:  # below the bars
+            names.setdefault(number, []).append((start, stop))
+    assert len(names) == 2 and all(len(those) > 3 for those in names.values())
+    for those in names.values():
+        drawn_once = sorted(set(those))
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(drawn_once))
+
+
 def test_a_run_has_its_curves(visit: Any, tmp_path: Path) -> None:
     run = history(a_run(tmp_path / "run"))
     opened = visit(run_page(run))
@@ -488,6 +532,12 @@ def test_an_alarm_is_told_and_no_picture_is_taken_for_what_is_held(visit: Any) -
     opened = visit(page(report(piped(1, 1), mismatches=wrong))).page
     assert opened.get_by_role("alert").inner_text().startswith("This job does not hold what its recipe says")
     assert "rows 4:8" in opened.get_by_role("alert").inner_text()
+    for width in (390, 1400, 1800):  # its edge is that of the text
+        opened.set_viewport_size({"width": width, "height": 800})
+        edges = opened.evaluate(
+            "['#alarm', '#mesh'].map((one) => document.querySelector(one).getBoundingClientRect().x)"
+        )
+        assert edges[0] == pytest.approx(edges[1], abs=1)
     agrees = visit(page(report(piped(1, 1), mismatches=[]))).page
     assert agrees.get_by_role("alert").count() == 0 and "no difference" in agrees.locator("#agrees").inner_text()
 

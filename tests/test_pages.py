@@ -6,9 +6,11 @@ import ast
 import doctest
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import yaml
 
 import meshwright as mw
-from commands import meshwright, read
+from commands import meshwright, read, write_profile
 from meshwright.workers.pool import LocalWorkers
 from pages import PAGES, ROOT, RUN, Block, blocks, commands
 
@@ -80,12 +82,18 @@ class Reader:
         skipped, smaller = bool(self.skipped & set(block.marks)), block.marks.get("quick")
         if skipped and smaller:
             return "".join(self.command([*words, "--set", smaller], parsed=False) for words in commands(block.text))
-        return "".join(self.command(words, skipped) for words in commands(block.text))
+        *before, last = commands(block.text)
+        started, code = "processes" in block.marks, int(block.marks.get("code", 0))
+        told = [self.command(words, skipped, started) for words in before]
+        return "".join([*told, self.command(last, skipped, started, code)])
 
-    def command(self, words: list[str], parsed: bool) -> str:
+    def command(self, words: list[str], parsed: bool, started: bool = False, code: int = 0) -> str:
+        """What a command prints. ``started``: a script runs in processes of its own; ``code``: with which it ends."""
         program, *rest = words
         if program == "meshwright":
-            return self.ours(rest, parsed)
+            return self.ours(rest, parsed, code)
+        if started and not parsed:
+            return self.script(program, rest)
         if program == "make":
             assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text("utf-8"), f"no target {rest[0]}"
         elif program in ("python", "torchrun"):
@@ -96,9 +104,20 @@ class Reader:
             assert program == "pip", f"{program}: mark the block as not run, and say why"
         return ""
 
-    def ours(self, words: list[str], parsed: bool) -> str:
+    def script(self, program: str, words: list[str]) -> str:
+        """Starts a script of ours, as a person does, in the page's folder."""
+        module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+        paths = os.pathsep.join([str(ROOT / "src"), *sys.path])
+        run = subprocess.run(
+            [sys.executable, *module, *words], cwd=self.folder, env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    def ours(self, words: list[str], parsed: bool, code: int = 0) -> str:
         if not parsed:
-            return meshwright(*words).output
+            return meshwright(*words, code=code).output
         read(*words)
         return ""
 
@@ -140,6 +159,8 @@ def reader(
     """In a folder with the examples; what starts workers is given those of the session."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    write_profile()
     for place in ("meshwright.workers.pool", "meshwright.parity", "meshwright.prediction.predict"):
         monkeypatch.setattr(f"{place}.local_workers", lambda *_, **__: nullcontext(workers))
     monkeypatch.setattr(mw, "local_workers", lambda *_, **__: nullcontext(workers), raising=False)
@@ -187,6 +208,8 @@ def test_yaml_that_is_no_plan_can_still_be_read() -> None:
         "```bash\nmake nothing\n```\n",
         "```yaml\nmesh: {tpp: 2}\n```\n",
         "<!-- block: raises=PlanError -->\n```python\n1 + 1\n```\n",
+        "<!-- block: processes -->\n```bash\npython examples/mymodel.py\n```\n\n```text\nnothing\n```\n",
+        "<!-- block: code=1 -->\n```bash\nmeshwright env\n```\n",
     ],
 )
 def test_a_page_that_says_what_is_not_so_is_found_out(wrong: str, reader: Reader) -> None:

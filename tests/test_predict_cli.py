@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commands import meshwright
+from commands import meshwright, write_profile
 from meshwright.hardware import calibrated_file, read_profile
 from meshwright.workers.pool import LocalWorkers
 
@@ -72,9 +72,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def calibrated(home: None) -> None:
     """A profile of this machine, as ``calibrate`` would write it."""
-    calibrated_file().parent.mkdir(parents=True)
-    profile = replace(read_profile("v100"), name="cpu-local", cores=2, devices_per_node=4096)
-    calibrated_file().write_text(profile.text())
+    write_profile()
 
 
 def data(*arguments: str) -> dict[str, Any]:

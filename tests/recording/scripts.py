@@ -100,6 +100,8 @@ def data_parallel(
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
         for block in (*model.layers, model):
             fully_shard(block, mesh=mesh)
+    if flaw == "stale weights" and dist.get_rank() == 1:
+        _local(model.layers[0].up.weight.detach()).mul_(0.9)
     by_rank = {"lr": 1e-2 * (1 - dist.get_rank())}
     settings = {
         "decay": {"weight_decay": 0.5},
@@ -118,7 +120,8 @@ def data_parallel(
             _spoil(model, flaw)
             rec.loss(2 * loss if flaw == "another loss" else loss, batch=(x, y))
             optimizer.step()
-            optimizer.zero_grad()
+            if flaw != "never zeroed" and (flaw != "not zeroed" or dist.get_rank() == 0):
+                optimizer.zero_grad()
 
 
 def _unsynchronized(wrapped: nn.Module, flaw: str) -> Any:
@@ -141,6 +144,8 @@ def _spoil(model: Net, flaw: str) -> None:
     grad = _local(weight.grad)
     if flaw == "swapped shards":
         grad.copy_(_of_other_rank(grad))
+    if flaw == "reduced twice":
+        dist.all_reduce(grad)
     if flaw == "stale gradient" and rank == 1:
         grad.zero_()
     if flaw == "own scale" and rank == 1:

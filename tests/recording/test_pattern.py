@@ -42,6 +42,8 @@ def blocks(*factors: float) -> Tensor:
         (rolled(0, 2), "order", {"dim": 0, "order": (1, 0)}),
         (rolled(1, 4), "order", {"dim": 1, "order": (1, 2, 3, 0)}),
         (rolled(0, 12), "order", {"dim": 0, "order": (*range(1, 12), 0)}),  # fused: 3 blocks of each of 4 ranks
+        (torch.cat([E[:6] + E[6:]] * 2), "block_sums", {"dim": 0, "factor": 1}),
+        (torch.cat([sum(E.chunk(4, 1)) / 4] * 4, 1), "block_sums", {"dim": 1, "factor": 0.25}),
         (blocks(1, 1, 2, 1), "blocks", {"dim": 0, "factors": (1, 1, 2, 1)}),
         (blocks(1, 0), "blocks", {"dim": 0, "factors": (1, 0)}),
         (torch.cat([E[:6], E[6:].sin()]), "block_wrong", {"dim": 0, "factors": (1, None)}),

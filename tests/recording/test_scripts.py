@@ -33,6 +33,7 @@ FOUND: dict[tuple[str, str], dict[str, int]] = {
     ("tp", "missing sum"): {"summands": 4},
     ("tp", "whole once more"): {"counted_over_tensor": 4},
     ("fsdp", "swapped shards"): {"order": 1},
+    ("fsdp", "reduced twice"): {"block_sums": 1},
     ("fsdp", "stale gradient"): {"block_zeros": 1},
     ("fsdp", "own scale"): {"block_scaled": 1},
     ("fsdp", "noise on a shard"): {"block_wrong": 1},
@@ -53,6 +54,7 @@ FOUND: dict[tuple[str, str], dict[str, int]] = {
     ("ddp", "another loss"): {"loss_scaled": 1},
     ("tp", "averaged by tensor ranks"): {"divided_over_tensor": 2},
     ("ddp", "other weights"): {"weights_differ": 1, "loss_differs": 1},
+    ("fsdp", "stale weights"): {"weights_blocks": 1, "loss_differs": 1, "other_weights": TENSORS},
 }
 SPLIT = ("tp", "rows of data ranks")
 
@@ -94,6 +96,16 @@ def test_all_that_is_right_was_looked_at(recorded: Path) -> None:
         "updates": tensors,
     }  # fmt: skip
     assert found.notes == ()
+
+
+def test_a_gradient_of_the_step_before(tmp_path: Path, workers: LocalWorkers) -> None:
+    """Gradients that nobody, or not every rank, sets to zero: the first step is right, the second one is not."""
+    scripts.one(tmp_path / "one", steps=2)
+    for flaw, key in (("never zeroed", "carried"), ("not zeroed", "block_carried")):
+        workers.run(scripts.data_parallel, tmp_path / flaw, flaw, "fsdp", 2, ranks=2)
+        found = mw.compare_recordings(tmp_path / "one", tmp_path / flaw)
+        causes = [cause for cause in found.causes if cause.kind == "gradients"]
+        assert found.steps == 2 and causes[0].key == key and len(causes[0].wrong) >= TENSORS - 2, str(found)
 
 
 def test_an_optimizer_made_before_the_model_was_wrapped(tmp_path: Path, workers: LocalWorkers) -> None:

@@ -152,7 +152,7 @@ def _equal_blocks(value: Tensor, expected: Tensor) -> Iterator[tuple[int, int]]:
             yield dim, total // part
 
 
-_ORDER = ("same", "scaled", "order", "blocks", "rounding", "block_wrong", "zeros", "other", "not_finite")
+_ORDER = ("same", "scaled", "order", "block_sums", "blocks", "rounding", "block_wrong", "zeros", "other", "not_finite")
 
 
 def _badness(pattern: Pattern) -> tuple[int, float]:

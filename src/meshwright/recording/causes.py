@@ -58,6 +58,13 @@ BEFORE: Mapping[str, Cause] = {
             "a fused weight (q, k, v) that was cut as one block",
         ),
     ),
+    "weights_blocks": Cause(
+        "blocks along dim {dim} of the weights are {blocks} × what they should be (?: no factor fits), the others are right",
+        (
+            "the ranks of the wrong blocks: a shard that was not loaded, or is of an earlier checkpoint",
+            "a write to the weights that runs on some ranks alone",
+        ),
+    ),
     "weights_replicas": Cause(
         "the two runs did not start from the same weights: {ranks} differ from one process",
         ("weights that are neither broadcast nor made under one seed", "a checkpoint that is loaded on rank 0 alone"),
@@ -191,7 +198,11 @@ BY_RANK: Mapping[str, Cause] = {
 BY_PART: Mapping[str, Cause] = {
     "block_scaled": Cause(
         "blocks along dim {dim} are {blocks} × what they should be",
-        ("ranks that scale their shard by their own rows or labels", "a shard that is reduced over the wrong group"),
+        (
+            "clipping by the norm of a rank's own shards: each rank then has a factor of its own",
+            "ranks that scale their shard by their own rows or labels",
+            "a shard that is reduced over the wrong group",
+        ),
     ),
     "block_zeros": Cause(
         "blocks along dim {dim} are {blocks} × what they should be: a shard without its gradient",
@@ -200,6 +211,10 @@ BY_PART: Mapping[str, Cause] = {
     "block_wrong": Cause(
         "blocks along dim {dim} are {blocks} × what they should be (?: no factor fits)",
         ("the ranks of the wrong blocks: their rows, their weights, the group that they reduce over",),
+    ),
+    "block_sums": Cause(
+        "each block along dim {dim} is {factor} × the sum of all right blocks: shards were added up as if they were copies",
+        ("an all-reduce by hand of gradients that FSDP has reduced, and of which each rank holds another shard",),
     ),
     "order": Cause(
         "the right blocks along dim {dim} in another order: {order}",
@@ -217,6 +232,7 @@ OTHERWISE: Mapping[str, Cause] = {
         (
             "a detach, a to_local() or a collective that autograd does not follow",
             "a module that is frozen, or not called, on the ranks",
+            "FSDP2's set_requires_gradient_sync(False) or set_requires_all_reduce(False) in the last backward of a step",
         ),
     ),
     "extra": Cause(
@@ -236,6 +252,17 @@ OTHERWISE: Mapping[str, Cause] = {
     "mean_of_means": Cause(
         "no factor fits, and ranks have unequal numbers of rows ({counts}): the mean of their means is not that of all rows",
         ("loss × rows of this rank × number of ranks / rows of all ranks, before backward",),
+    ),
+    "carried": Cause(
+        "the gradient of the step before is still in it",
+        ("no zero_grad() before this backward", "an optimizer that does not hold the parameter: model.zero_grad()"),
+    ),
+    "block_carried": Cause(
+        "blocks along dim {dim} have the gradient of the step before in them, too: {blocks} ×",
+        ("zero_grad() that some ranks leave out, by a condition or an exception",),
+    ),
+    "other_weights": Cause(
+        "no factor fits, and the weights were not those of one process", ("the weights first: they are above",)
     ),
     "other_rows": Cause("no factor fits, and the rows were not those of one process", (_SAMPLER,)),
     "other": Cause(

@@ -45,15 +45,16 @@ def compare_recordings(
     causes.add("names", list(wrong_names(pair)), len(pair.one.parameters), Facts(pair.spans))
     weights = judge_weights(pair)
     causes.add_judged(weights, Facts(pair.spans))
+    other_weights = any(wrong.pattern.kind != "rounding" for wrong in weights.wrong.values())
     judged, step = [weights], 0
     for step in range(1, pair.steps + 1):
-        judged += _step(pair, step, tolerance, causes)
+        judged += _step(pair, step, tolerance, causes, other_weights)
         if causes.wrong_in_step:
             break
     return Verdict(str(one), str(many), step, causes.counts, tuple(causes.causes), (*note_lines(judged), *_notes(pair)))
 
 
-def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes) -> list[Judged]:
+def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes, other_weights: bool) -> list[Judged]:
     """Compares one step, and adds the causes of its differences."""
     one, many = (StepFacts.of(recorded.steps[step - 1]) for recorded in (pair.one, pair.many))
     rows = [*wrong_rows(one, many), *split_rows(pair, many)]
@@ -62,6 +63,7 @@ def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes) -> li
         forwards=max(many.losses, one.losses) / max(1, min(many.losses, one.losses)),
         counts=many.counts if many.uneven else (),
         other_rows=bool(rows),
+        other_weights=other_weights,
     )
     if (one.rows and many.rows) or (sum(one.counts) and sum(many.counts)):
         causes.add("rows", rows, 1, facts)

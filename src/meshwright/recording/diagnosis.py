@@ -7,7 +7,9 @@ k = n, some gradients                                              counted_over_
 k = 1/n, some gradients                                            divided_over_tensor
 k = m or 1/m              m times as many losses a step            accumulated, accumulation_divided
 k, all gradients                                                   scaled_alike
-none                      ranks have unequal numbers of rows       mean_of_means
+none                      the weights differ before the step       other_weights
+                          the rows differ                          other_rows
+                          ranks have unequal numbers of rows       mean_of_means
 any other                                                          of the pattern's name
 """
 
@@ -32,12 +34,14 @@ class Facts:
         forwards: ratio of the numbers of forwards in a step, many processes to one.
         counts: number of rows of each rank, if they are unequal; else empty.
         other_rows: whether the two runs used different rows.
+        other_weights: whether they started from different weights, not counting a cast.
     """
 
     spans: Mapping[str, int]
     forwards: float = 1.0
     counts: tuple[int, ...] = ()
     other_rows: bool = False
+    other_weights: bool = False
 
 
 @dataclass
@@ -116,7 +120,8 @@ _UPDATES = {
 }  # fmt: skip
 _WEIGHTS = {
     "rounding": "weights_cast", "order": "weights_order", "some_ranks": "weights_replicas", "replicas": "weights_replicas",
-    "unaveraged": "weights_replicas", "summands": "weights_replicas",
+    "unaveraged": "weights_replicas", "summands": "weights_replicas", "blocks": "weights_blocks",
+    "block_wrong": "weights_blocks",
 }  # fmt: skip
 
 
@@ -128,6 +133,8 @@ def _gradient_cause(
         return _factor_cause(pattern.factor or 0.0, is_all, facts, fields)
     if pattern.kind == "blocks":
         return _by_factors(pattern, "block_zeros", "block_scaled"), fields
+    if pattern.kind in ("other", "rounding", "block_wrong", "replicas") and facts.other_weights:
+        return "other_weights", fields
     if pattern.kind in ("other", "replicas") and facts.other_rows:
         return "other_rows", fields
     if pattern.kind in ("other", "rounding", "block_wrong") and facts.counts:

@@ -6,6 +6,7 @@ zeros         a = 0
 scaled        a = k·e                                  k by least squares
 transposed    a = eᵀ
 order         the blocks of a are those of e in another order
+block_sums    each block of a is k times the sum of all blocks of e
 blocks        each block of a is k_i times that of e; some k_i are 1, or 0
 block_wrong   some blocks of a are right, others have no factor
 rounding      none of these, and the difference is as large as rounding to bfloat16
@@ -37,7 +38,7 @@ class Pattern:
     Attributes:
         kind: one of the table above, or of the table in ``joined``.
         error: the largest difference, relative to the largest expected element.
-        factor: k of ``scaled``; the best k of ``other``.
+        factor: k of ``scaled`` and ``block_sums``; the best k of ``other``.
         residual: norm of a − k·e, relative to that of a.
         dim: the dim along which blocks lie.
         factors: of each block; None for a block that no factor fits.
@@ -87,6 +88,7 @@ def pattern_of(
     pattern = (
         _transposed(a, e, allowed, error)
         or _reordered(a, e, allowed, sizes, error)
+        or _added_up(a, e, tolerance, sizes, error)
         or _by_blocks(a, e, tolerance, allowed, sizes, error)
     )
     if pattern is not None:
@@ -140,6 +142,41 @@ def _order(actual: Sequence[Tensor], expected: Sequence[Tensor], allowed: float)
         unused.remove(number)
         order.append(number)
     return tuple(order) if order != sorted(order) else None
+
+
+def _added_up(a: Tensor, e: Tensor, tolerance: Tolerance, sizes: Sequence[int], error: float) -> Pattern | None:
+    """The pattern ``block_sums``: shards that were added up, or averaged, as if they were copies."""
+    for dim, size in enumerate(a.shape):
+        for count in _counts(size, sizes):
+            if size % count or a.numel() < count * _LEAST:
+                continue
+            total = torch.stack(e.chunk(count, dim)).sum(0)
+            k, residual = _scalar(a, torch.cat([total] * count, dim))
+            if residual <= tolerance.fit and k > 0:
+                return Pattern("block_sums", error, k, residual, dim=dim)
+    return None
+
+
+def what_remains(
+    actual: Tensor, expected: Tensor, before: Tensor, tolerance: Tolerance, sizes: Sequence[int]
+) -> Pattern | None:
+    """The pattern ``carried``, or ``block_carried``: a − e is the gradient of the step before, in all or in some blocks.
+
+    Args:
+        before: the expected gradient of the step before.
+    """
+    a, e, b = wide(actual), wide(expected), wide(before)
+    if not all(t.isfinite().all() for t in (a, e, b)) or largest(b - e) <= tolerance.allowed(e):
+        return None  # twice the gradient, if both steps have the same one
+    extra = a - e
+    extra = torch.where(extra.abs() <= tolerance.allowed(e), torch.zeros_like(extra), extra)
+    left = pattern_of(extra, b, tolerance, sizes)
+    error = largest(extra) / (largest(e) or 1.0)
+    if left.same:
+        return Pattern("carried", error)
+    if left.kind == "blocks" and all(k is not None and isclose(k, round(k), abs_tol=1e-3) for k in left.factors):
+        return Pattern("block_carried", error, dim=left.dim, factors=left.factors)
+    return None
 
 
 def _by_blocks(

@@ -17,7 +17,7 @@ from meshwright.names import few, fold_names
 from meshwright.recording.assembly import Joined, joined
 from meshwright.recording.folder import Recorded, Seen
 from meshwright.recording.pairs import Pair
-from meshwright.recording.pattern import Pattern
+from meshwright.recording.pattern import Pattern, what_remains
 from meshwright.recording.tolerance import FIT, Tolerance, largest, tolerance_of, wide
 from meshwright.recording.verdict import Kind, Wrong
 
@@ -72,7 +72,10 @@ def judge_gradients(pair: Pair, step: int, relative: float | None) -> Judged:
     tolerance = gradient_tolerance(pair, step, relative)
     for name in pair.trained():
         one, many = pair.seen(file, name)
-        judged.add(pair, name, _gradient(pair, file, name, one, many, tolerance, judged))
+        result = _gradient(pair, file, name, one, many, tolerance, judged)
+        if step > 1 and not result.pattern.same:
+            result = _with_step_before(pair, step, name, result, tolerance)
+        judged.add(pair, name, result)
     return judged
 
 
@@ -107,6 +110,16 @@ def _gradient(
         judged.note("no gradient, but zeros in one process", name)
         return Joined(Pattern("same"))
     return joined(many, expected, tolerance, pair.sizes, _noise(pair.again, file, name, expected))
+
+
+def _with_step_before(pair: Pair, step: int, name: str, result: Joined, tolerance: Tolerance) -> Joined:
+    """A wrong gradient, compared once more: is the gradient of the step before still in it?"""
+    expected, before = (_value(pair.seen(f"gradients-{n}", name)[0]) for n in (step, step - 1))
+    if expected is None or before is None or result.value is None or result.value.shape != expected.shape:
+        return result
+    return replace(
+        result, pattern=what_remains(result.value, expected, before, tolerance, pair.sizes) or result.pattern
+    )
 
 
 def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | None) -> Judged:

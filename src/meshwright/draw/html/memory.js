@@ -19,14 +19,32 @@ const ACTION = /^(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?::(\d+))?$/;
 const KIND_WORDS = { F: "forward", B: "backward", I: "backward of inputs", W: "backward of weights", SEND_F: "send of values", RECV_F: "receipt of values", SEND_B: "send of gradients", RECV_B: "receipt of gradients" };
 const isTransfer = (what) => /SEND|RECV/.test(what);
 
-function shortName(what) {
+/** Whether a rank of this role runs several stages: then each action is told with its stage. */
+const severalStages = (role) => (role.several ??= new Set(role.moments.map(([what]) => ACTION.exec(what)?.[1]).filter(Boolean)).size > 1);
+
+function shortName(role, what) {
   const action = ACTION.exec(what);
-  return action ? `${action[2]}${action[3]}` : what.startsWith("step") ? "begin" : what;
+  return action ? `${severalStages(role) ? action[1] : ""}${action[2]}${action[3]}` : what.startsWith("step") ? "begin" : what;
 }
 
-function momentName(what) {
+function momentName(role, what) {
   const action = ACTION.exec(what);
-  return action ? `${KIND_WORDS[action[2]]}, microbatch ${action[3]}` : shortName(what);
+  return action ? `${KIND_WORDS[action[2]]}, microbatch ${action[3]}${severalStages(role) ? `, stage ${action[1]}` : ""}` : shortName(role, what);
+}
+
+/** Names below the bars, from the left: each that does not touch the one before. */
+function drawMoments(role, context, width, y) {
+  let free = 0;
+  role.moments.forEach(([what], i) => {
+    if (isTransfer(what)) return;
+    const name = shortName(role, what);
+    context.font = `10px ${css("sans")}`;
+    const half = context.measureText(name).width / 2;
+    const x = Math.max(half, Math.min(width - half, role.left + (i + 0.5) * role.wide));
+    if (x - half < free) return;
+    write(context, name, x, y, { colour: css("muted"), align: "center", size: 10 });
+    free = x + half + 4;
+  });
 }
 
 function drawRole(role, context, width, height, pointed) {
@@ -49,19 +67,19 @@ function drawRole(role, context, width, height, pointed) {
       context.lineWidth = 1.5;
       context.strokeRect(left + i * wide, y - 0.5, Math.max(1, wide - 1), top + tall - y + 0.5);
     }
-    if (wide > 22 && !isTransfer(what)) write(context, shortName(what), left + (i + 0.5) * wide, height - 7, { colour: css("muted"), align: "center", most: wide - 2, size: 10 });
     if (i === role.peak) {
       const x = left + (i + 0.5) * wide;
       const align = x > width * 0.8 ? "right" : x < width * 0.2 ? "left" : "center";
-      write(context, `▾ peak ${sizeText(bytes)} at ${shortName(what)}`, align === "center" ? x : x + (align === "right" ? wide / 2 : -wide / 2), Math.max(9, y - 9), { bold: true, align });
+      write(context, `▾ peak ${sizeText(bytes)} at ${shortName(role, what)}`, align === "center" ? x : x + (align === "right" ? wide / 2 : -wide / 2), Math.max(9, y - 9), { bold: true, align });
     }
   });
+  drawMoments(role, context, width, height - 7);
 }
 
 function aboutMoment(role, i) {
   const [what, bytes, kinds] = role.moments[i];
   const parts = kinds.map((amount, k) => [amount, memory.kinds[k]]).filter(([amount]) => amount > 0).sort((a, b) => b[0] - a[0]);
-  return [`${role.name}, ${momentName(what)}: ${sizeText(bytes)}${i === role.peak ? " (the peak)" : ""}`, ...parts.map(([amount, kind]) => `${kind}: ${sizeText(amount)}`)];
+  return [`${role.name}, ${momentName(role, what)}: ${sizeText(bytes)}${i === role.peak ? " (the peak)" : ""}`, ...parts.map(([amount, kind]) => `${kind}: ${sizeText(amount)}`)];
 }
 
 function rolePicture(role) {
@@ -98,7 +116,7 @@ function deviceText(role) {
 }
 
 function momentTable(role) {
-  const rows = role.moments.slice(0, 400).map(([what, bytes, kinds], i) => [i === role.peak ? `${momentName(what)} (peak)` : momentName(what), sizeText(bytes), ...kinds.map((amount) => (amount ? sizeText(amount) : "–"))]);
+  const rows = role.moments.slice(0, 400).map(([what, bytes, kinds], i) => [i === role.peak ? `${momentName(role, what)} (peak)` : momentName(role, what), sizeText(bytes), ...kinds.map((amount) => (amount ? sizeText(amount) : "–"))]);
   return table(`Memory of ${role.name}`, ["at", "all", ...memory.kinds], rows, [...memory.kinds.keys()].map((i) => i + 2).concat(1));
 }
 

@@ -5,7 +5,9 @@ const WHATS = { forward: "forward", backward: "backward", "backward of inputs": 
 const SHORT = { forward: "F", backward: "B", "backward of inputs": "I", "backward of weights": "W" };
 const whatColour = (what) => css(WHATS[what] ? `time-${WHATS[what]}` : "time-other");
 const partColour = (part) => css(part === "host" ? "time-host" : "time-wire"); // of what is not compute
-const slotName = (what, microbatch) => (microbatch < 0 ? what : `${SHORT[what] ?? what}${microbatch}`);
+/** A line of several stages names the stage of each slot: 2F0 is stage 2, forward, microbatch 0. */
+const slotName = (line, [, , , stage, microbatch], what) => (microbatch < 0 ? what : `${line.stages.length > 1 ? stage : ""}${SHORT[what] ?? what}${microbatch}`);
+const lineName = (line) => `${line.stages.length > 1 ? "stages" : "stage"} ${line.stages.join(", ")}`;
 
 /** How much of the time is shown, up to `length`; `paint`: functions that draw the pictures anew. */
 function zooming(length) {
@@ -35,7 +37,7 @@ function zooming(length) {
 function timePicture(time, label, zoom, here = () => -1) {
   const amountText = (amount) => (time.unit === "seconds" ? secondsText(amount) : `${+amount.toPrecision(3)} forwards`);
   const high = time.lines.length > 40 ? 14 : time.lines.length > 16 ? 20 : 34;
-  const left = time.lines.length > 1 ? 62 : 8;
+  const left = time.lines.length > 1 ? Math.min(140, 14 + 7 * Math.max(...time.lines.map((line) => lineName(line).length))) : 8;
   const top = (line) => 22 + line * (high + 6);
   let wide = 0;
   const x = (at) => left + ((at - zoom.from) / (zoom.to - zoom.from)) * (wide - left - 10);
@@ -50,14 +52,15 @@ function timePicture(time, label, zoom, here = () => -1) {
       context.fillStyle = css("bubble");
       context.fillRect(within(0), y, within(time.length) - within(0), high);
       const bold = i === here();
-      if (time.lines.length > 1) write(context, `${line.stages.length > 1 ? "stages" : "stage"} ${line.stages.join(", ")}`, 0, y + high / 2, { colour: css(bold ? "ink" : "muted"), bold, most: 58 });
-      line.slots.forEach((slot, s) => drawSlot(context, y, slot, pointed?.line === i && pointed.slot === s, !exchanges[i].length));
+      if (time.lines.length > 1) write(context, lineName(line), 0, y + high / 2, { colour: css(bold ? "ink" : "muted"), bold, most: left - 4 });
+      line.slots.forEach((slot, s) => drawSlot(context, y, line, slot, pointed?.line === i && pointed.slot === s, !exchanges[i].length));
       drawExchanges(context, y, exchanges[i]);
     });
     drawTransfers(context);
   }
 
-  function drawSlot(context, y, [start, stop, what, , microbatch, part], pointed, withParts) {
+  function drawSlot(context, y, line, slot, pointed, withParts) {
+    const [start, stop, what, , , part] = slot;
     if (stop < zoom.from || start > zoom.to) return;
     const from = within(start);
     const w = within(stop) - from;
@@ -77,7 +80,7 @@ function timePicture(time, label, zoom, here = () => -1) {
         at += share;
       }
     }
-    const name = slotName(time.whats[what], microbatch);
+    const name = slotName(line, slot, time.whats[what]);
     if (w > 14 && high > 12) write(context, name, from + w / 2, y + high / 2 - (parts.length > 1 ? 2 : 0), { colour: inkOn(colour), align: "center", most: w - 3, size: Math.min(11, high - 4), whole: true });
     if (pointed) {
       context.strokeStyle = css("ink");
@@ -185,7 +188,7 @@ function timePicture(time, label, zoom, here = () => -1) {
 /** The same in words. */
 function timeTable(time) {
   const amountText = (amount) => (time.unit === "seconds" ? secondsText(amount) : `${+amount.toPrecision(3)} forwards`);
-  const rows = time.lines.flatMap((line) => line.slots.slice(0, 200).map(([start, stop, what, , microbatch]) => [line.stages.join(", "), time.whats[what], microbatch < 0 ? "–" : String(microbatch), amountText(start), amountText(stop - start)]));
+  const rows = time.lines.flatMap((line) => line.slots.slice(0, 200).map(([start, stop, what, stage, microbatch]) => [microbatch < 0 ? line.stages.join(", ") : String(stage), time.whats[what], microbatch < 0 ? "–" : String(microbatch), amountText(start), amountText(stop - start)]));
   return table("What each stage does when", ["stage", "what", "microbatch", "begins", "takes"], rows.slice(0, 1000), [3, 4]);
 }
 
@@ -197,8 +200,10 @@ function timeLegend(times) {
   for (const what of kinds) together.set(whatColour(what), [...(together.get(whatColour(what)) ?? []), what]);
   const entries = [...together].map(([colour, whats]) => [colour, whats.join(", ")]);
   if (parts.includes("host")) entries.push([css("time-host"), "host time within it"]);
-  if (times.some((time) => time.exchanges.length)) entries.push([css("time-wire"), "communication within it"]);
-  else if (parts.some((part) => part.startsWith("communication"))) entries.push([css("time-wire"), "exposed communication within it"]);
-  if (times.some((time) => time.transfers.length)) entries.push([css("time-wire"), "sends to another stage"]);
+  const wire = [];
+  if (times.some((time) => time.exchanges.length)) wire.push("communication within it");
+  else if (parts.some((part) => part.startsWith("communication"))) wire.push("exposed communication within it");
+  if (times.some((time) => time.transfers.length)) wire.push(wire.length ? "lines: sends to another stage" : "sends to another stage");
+  if (wire.length) entries.push([css("time-wire"), wire.join("; ")]);
   return entries;
 }
