@@ -423,7 +423,7 @@ def _one_rank(program: Program, dispatcher: Dispatcher) -> None:
             assert all(s == t for s, t in strides), f"{what}: strides {b.stride()}, not {a.stride()}"
     # A gradient as each rank has it, of the slice or summand that it began with.
     with torch.set_grad_enabled(program.grad):
-        loss, gradient = _backward(leaf, members, dispatcher.whole)
+        loss, gradient = _backward(leaf, members, dispatcher.full_tensor)
     assert (loss is None) == (program.loss is None), f"loss {loss}, not {program.loss}"
     if loss is None or any("data" in name for name, _, _ in program.steps):
         return  # what autograd has saved of a tensor may be a copy here: a write to .data, which it allows, changes neither

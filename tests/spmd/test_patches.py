@@ -148,6 +148,8 @@ def test_patches_are_undone_after_an_error_and_whatever_ends_first() -> None:
 def test_what_a_trace_is_told_by_is_undone_whatever_ends_first() -> None:
     names = "resize_", "_propagate_tensor_meta_non_cached"
     owners = torch.UntypedStorage, sharding_propagator()
+    with followed(Followed(nn.Identity(), lambda: None)):
+        pass  # torch imports what this needs once
     before = state_of_torch()
     with pytest.raises(ValueError, match="of a step"), followed(Followed(nn.Identity(), lambda: None)):
         with followed(Followed(nn.Identity(), lambda: None)):
