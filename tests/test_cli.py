@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from commands import meshwright, read
 from meshwright import cli
-from meshwright.cli import given, processes
+from meshwright.cli import inputs, processes
 from meshwright.draw.plain import from_plain
 from meshwright.draw.topology import Topology, topology
 from meshwright.errors import Finding, PlanError
@@ -434,7 +434,7 @@ def test_mistakes(file: str, arguments: tuple[str, ...], said: str) -> None:
 def test_a_mistake_beside_a_model_of_transformers_is_told_without_importing_it(
     arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(given, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(inputs, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     assert said in meshwright("show", *arguments, code=2).stderr
 
 

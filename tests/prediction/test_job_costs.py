@@ -1,8 +1,10 @@
 """What a job takes on the host is measured by jobs, and reads back."""
 
+import pytest
+
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.reader import parse_profile
-from meshwright.prediction.job_costs import job_costs
+from meshwright.prediction.job_costs import host_seconds, job_costs
 
 
 def test_the_host_s_part_of_a_job(workers):
@@ -13,3 +15,9 @@ def test_the_host_s_part_of_a_job(workers):
     assert measured.host_sharded > measured.host_update  # DTensor's dispatch is Python
     assert measured.node == plain.node and measured.peak == plain.peak
     assert parse_profile(measured.text(), "cpu-local.yaml") == measured
+
+
+def test_the_host_has_a_time_even_if_nothing_was_left_beside_the_functions() -> None:
+    """A profile says no 0 (hardware/reader.py): commands could not read what calibrate wrote on a busy machine."""
+    assert host_seconds(seconds=2e-3, device=1e-3, functions=100) == pytest.approx(1e-5)
+    assert host_seconds(seconds=1e-3, device=2e-3, functions=100) > 0

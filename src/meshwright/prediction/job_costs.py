@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 WORDS, WIDTH, HEADS, DEPTH, TOKENS, ROWS = 64, 32, 4, 4, 16, 4
 WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
+_LEAST_HOST = 1e-8  # seconds of a function on the host
 HOST = (
     "host",
     "host_backward",
@@ -91,6 +92,14 @@ class Small(nn.Module):
         return loss
 
 
+def host_seconds(seconds: float, device: float, functions: float) -> float:
+    """The host's seconds of one function: what a pass took beside its device, over its number of functions.
+
+    Never 0, which no profile may say: on a busy machine the functions alone may have taken longer than the pass.
+    """
+    return max(_LEAST_HOST, (seconds - device) / functions)
+
+
 def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Profile:
     """Measures the host's seconds of a job, and returns the profile with them. Takes about 15 seconds.
 
@@ -103,8 +112,8 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
     single, microbatched, sharded, tensor_parallel = (_JobRun.measured(workers, profile, steps, **plan) for plan in (
         {"mesh": "dp_shard=1"}, {"mesh": "dp_shard=1", "microbatches": 4}, {"mesh": "dp_shard=2"}, {"mesh": "tp=2"},
     ))  # fmt: skip
-    host = max(0.0, forward - single.device["F"]) / single.functions["F"]
-    host_backward = max(0.0, backward - single.device["B"]) / single.functions["B"]
+    host = host_seconds(forward, single.device["F"], single.functions["F"])
+    host_backward = host_seconds(backward, single.device["B"], single.functions["B"])
     in_functions, in_functions_of_4 = (run.function_seconds(host, host_backward) for run in (single, microbatched))
     job_action = max(0.0, microbatched.step - single.step - in_functions_of_4 + in_functions) / (2 * 3)
     job_step = max(0.0, single.step - in_functions - 2 * job_action)

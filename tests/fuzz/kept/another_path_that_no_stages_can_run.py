@@ -2,8 +2,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = {"mesh": {"pp": 3}}
-ROWS = ((4,),)
+PLAN = {"mesh": {"pp": 3}, "microbatches": 1}
+ROWS = ((4,), (4,), (4,), (4,))
 TOKENS, WIDTH = 3, 8
 
 
