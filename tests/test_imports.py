@@ -27,7 +27,7 @@ LADDER = (
     "calls watch replay",
     "planning",
     "deferred",
-    "runtime.rows runtime.recent runtime.checksum runtime.groups",
+    "runtime.rows runtime.batch_caches runtime.checksum runtime.groups",
     "runtime.weights runtime.module_state",
     "runtime.coupling",
     "runtime.pipeline runtime.branches",

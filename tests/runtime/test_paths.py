@@ -233,7 +233,7 @@ def looked_at_later(when):
     torch.manual_seed(0)
     job = mw.parallelize(RowsWithout, "dp_shard=2", batch=tokens())
     optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
-    job._division.late = True
+    job._division.defers_check = True
     assert job.step(own_rows(job, tokens())).isfinite()
     optimizer.zero_grad()
     assert not job.step(own_rows(job, without(slice(4, 8)))).isfinite()

@@ -25,7 +25,7 @@ from meshwright.runtime.rows.batch import mapped, with_host
 from meshwright.train.agreement import agree
 from standin import DEVICE, FakeTensorMode, Waits, job_on_device, world
 
-LATE = "synchronize in runtime/late.py: read"
+LATE = "synchronize in runtime/pending_numbers.py: read"
 IDS = torch.arange(8 * 6).view(8, 6) % 16
 
 

@@ -22,8 +22,8 @@ from meshwright.errors import RowsError, UnfrozenError
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import ForwardId, Paths, first_to_differ
 from meshwright.runtime.coupling.trial import COUPLED, MEAN, MOST_ROWS, RATIO, SUM, finite_together_alone, notes
-from meshwright.runtime.late import Late
 from meshwright.runtime.module_state import ModuleState
+from meshwright.runtime.pending_numbers import PendingNumbers
 from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
@@ -74,7 +74,7 @@ class Unread:
         kind: how rows combine; ``losses``, ``pieces``: those of this rank.
     """
 
-    finite: Late
+    finite: PendingNumbers
     kind: str
     losses: list[Tensor]
     pieces: Pieces
@@ -88,7 +88,7 @@ class Division:
         random: the generators that a forward may draw from.
 
     Attributes:
-        late: whether the loss of a step is checked in the next step, so that the host does not wait for its device.
+        defers_check: whether the loss of a step is checked in the next step, so that the host does not wait for its device.
     """
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
@@ -106,7 +106,7 @@ class Division:
         self._rows = 0
         self._begin: ModuleState | None = None
         self._unread: Unread | None = None
-        self.late = self._device.type != "cpu"
+        self.defers_check = self._device.type != "cpu"
 
     @property
     def rows(self) -> str:
@@ -260,8 +260,8 @@ class Division:
         _refuse_uncounted(shares, sums[1])
         self.finish_step()
         if self._divided:
-            self._unread = Unread(Late(sums[:1].isfinite()), self._kind, losses, pieces)
-            if not self.late:
+            self._unread = Unread(PendingNumbers(sums[:1].isfinite()), self._kind, losses, pieces)
+            if not self.defers_check:
                 self.finish_step()
         if paths.watching and paths.differ(ways):
             self._try_paths(pieces)
@@ -296,7 +296,7 @@ class Division:
             RowsError: on every rank: the loss of both is finite; or the optimizer has stepped since, and no trial is possible.
         """
         groups = self._runner.groups
-        if self.late and any(groups.on_any([not self._is_finite()])):
+        if self.defers_check and any(groups.on_any([not self._is_finite()])):
             raise RowsError(
                 "the loss of a step was not finite, and the optimizer has stepped: whether the loss is finite on one device, "
                 "which runs all rows together, cannot be tried any more; call `job.finish_step()` before `optimizer.step()`"

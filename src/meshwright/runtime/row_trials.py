@@ -19,7 +19,7 @@ from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Trial
 from meshwright.runtime.coupling.paths import ReadLog, Reads
-from meshwright.runtime.coupling.sizes import line_beyond
+from meshwright.runtime.coupling.row_scaling import line_beyond
 from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
 from meshwright.runtime.rows.batch import joined, tensors_in, with_tensors
 from meshwright.runtime.rows.label_counter import LabelCounter

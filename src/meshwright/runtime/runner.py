@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.errors import StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import Watched
-from meshwright.runtime.coupling.untouched import Slot
+from meshwright.runtime.coupling.trial_state import Slot
 from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs

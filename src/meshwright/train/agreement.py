@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.runtime.job import Job
-from meshwright.runtime.late import Late
+from meshwright.runtime.pending_numbers import PendingNumbers
 from meshwright.runtime.weights.parameters import local_tensor
 
 
@@ -70,7 +70,7 @@ def agree(
         seconds: since this rank began the step.
         memory: bytes that this rank holds. None, on all ranks: this step does not report memory.
     """
-    local_loss, local_norm = Late(torch.stack([loss.detach().double(), norm.detach().double()])).read()
+    local_loss, local_norm = PendingNumbers(torch.stack([loss.detach().double(), norm.detach().double()])).read()
     copies = job.recipe.mesh.size / job.recipe.mesh.data_size  # ranks with the same rows
     numbers = [not isfinite(local_loss), not isfinite(local_norm), stop, amount / copies, job.waiting.take(), seconds]
     if memory is not None:

@@ -23,9 +23,9 @@ from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
 from meshwright.runtime.coupling.attributes import VALUES, Name, differing, moved
 from meshwright.runtime.coupling.paths import ReadLog, outside_of_parts
-from meshwright.runtime.coupling.saved import without_hooks, written_after_saved
+from meshwright.runtime.coupling.saved_tensors import without_hooks, written_after_saved
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
-from meshwright.runtime.coupling.untouched import Slot, untouched
+from meshwright.runtime.coupling.trial_state import Slot, restored_afterwards
 from meshwright.runtime.rows.batch import doubled, reversed_rows
 from meshwright.runtime.rows.loss_weights import MEAN
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
@@ -314,7 +314,7 @@ class Attempt:
         self, trial: TrialForward, results: Results, begin: Mapping[Name, Any] = MappingProxyType({})
     ) -> Iterator[None]:
         """The context of one forward, whose final state is added to ``results``."""
-        restored = untouched(
+        restored = restored_afterwards(
             self._forwards.model,
             self._forwards.random,
             self._forwards.changed,

@@ -1,8 +1,8 @@
-"""``Wide``: a function mode for a forward in float64, with perturbed weights, whatever the dtypes of the model are.
+"""``Wide``: a function mode for a forward in float64 with perturbed weights. The model may have any dtypes.
 
-A trial compares two ways to compute the same loss. In bfloat16 they differ by rounding as much as by a batch norm. At initial
-weights a router is uniform and a gate is zero, so that their effect does not show yet. So a trial computes in float64, and with
-other weights. No parameter is changed: it is converted for each function that takes it.
+A trial compares two ways to compute the same loss. In bfloat16 rounding makes as large a difference as a batch norm. At initial
+weights a router is uniform and a gate is zero, so that their effect does not show. So a trial computes in float64, and with
+other weights. No parameter is changed: the mode converts it for each function that gets it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _CASTS = {
 }
 _CONVERSIONS = frozenset([*_CASTS, Tensor.double, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.contiguous])
 _NAMES = ("torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor")
-_LOOKUPS = frozenset(["embedding", "embedding_bag"])  # not converted: of a large table only a few rows are read
+_LOOKUPS = frozenset(
+    ["embedding", "embedding_bag"]
+)  # their tables are not converted: few rows of a large table are read
 
 
 @contextmanager
@@ -50,19 +52,20 @@ def wide(*, perturbed: bool) -> Iterator[None]:
     """While on, torch functions compute in float64.
 
     Args:
-        perturbed: whether parameters have slightly other values, the same in every forward.
+        perturbed: whether parameters have slightly changed values, which are equal in every forward.
     """
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with Wide(perturbed=perturbed):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
 
 
 class Wide(FunctionMode):
-    """Converts the floating-point arguments of torch functions to float64; a function that refuses gets the originals."""
+    """Converts the floating-point arguments of torch functions to float64. A function that refuses them gets the original
+    arguments."""
 
     def __init__(self, *, perturbed: bool) -> None:
         super().__init__()
@@ -72,7 +75,7 @@ class Wide(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[1], Tensor) and self._converted.of(args[1]) is args[0]:
-            return None  # ``module.to(dtype)`` in a forward: functions get the parameter in float64 whatever its dtype
+            return None  # ``module.to(dtype)`` in a forward: functions get the parameter in float64 in any case
         if func == SET_DATA and isinstance(args[1], Tensor) and _has_fractions(args[0]):
             return func(args[0], args[1].to(args[0].dtype))
         if func == _DTYPE and args[0].dtype in _WIDER and not args[0].is_meta:
@@ -85,11 +88,11 @@ class Wide(FunctionMode):
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)
         if args and isinstance(args[0], Tensor) and (writes(func, args, kwargs) or "out" in kwargs):
             return self._write(func, args, kwargs)
-        if func in _CONVERSIONS and args[0].dtype in _WIDER and (same := func(*args, **kwargs)) is args[0]:
-            return same  # ``module.to(device)`` in a forward does not change its parameters
+        if func in _CONVERSIONS and args[0].dtype in _WIDER and func(*args, **kwargs) is args[0]:
+            return args[0]  # ``module.to(device)`` in a forward does not change its parameters
         try:
-            more, named = pytree.tree_map(self._wide, (args, kwargs))
-            result = _CASTS.get(func, func)(*more, **named)
+            wide_args, wide_kwargs = pytree.tree_map(self._wide, (args, kwargs))
+            result = _CASTS.get(func, func)(*wide_args, **wide_kwargs)
         except Exception:
             return self._refused(func, args, kwargs)
         if func in _CONVERSIONS and is_parameter(args[0]):
@@ -102,20 +105,24 @@ class Wide(FunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception:
-            rounded, named = pytree.tree_map(_rounded, (args, kwargs))
-            return pytree.tree_map(self._wide, func(*rounded, **named))
+            rounded_args, rounded_kwargs = pytree.tree_map(_rounded, (args, kwargs))
+            return pytree.tree_map(self._wide, func(*rounded_args, **rounded_kwargs))
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A write keeps the dtype of its target."""
+        """Calls a function that writes to its first argument, whose dtype stays."""
+        target, *operands = args
+
+        def as_target(x: Any) -> Any:
+            return x.to(target.dtype) if isinstance(x, Tensor) and _has_fractions(x) else x
+
         try:
             return func(*args, **kwargs)
         except RuntimeError:  # some functions with an index refuse values of another dtype
-            dtype = args[0].dtype
-            as_target = lambda x: x.to(dtype) if isinstance(x, Tensor) and _has_fractions(x) else x  # noqa: E731
-            more, named = pytree.tree_map(as_target, (args[1:], kwargs))
-            return func(args[0], *more, **named)
+            cast_operands, cast_kwargs = pytree.tree_map(as_target, (operands, kwargs))
+            return func(target, *cast_operands, **cast_kwargs)
 
     def _wide(self, x: Any) -> Any:
+        """An argument in float64, if it is a floating-point tensor; the wider dtype, if it is a dtype or its name."""
         if isinstance(x, torch.dtype):
             return _WIDER.get(x, x)
         if isinstance(x, str):
@@ -130,21 +137,25 @@ def _has_fractions(t: Tensor) -> bool:
 
 
 def _is_lookup(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function reads rows of a table, and takes no other numbers with fractions (weights of a bag's rows, say)."""
+    """Whether a function reads rows of a table, and gets no other floating-point tensor (weights of a bag's rows, say)."""
     if getattr(func, "__name__", "") not in _LOOKUPS:
         return False
-    return sum(_has_fractions(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)) < 2
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    return sum(map(_has_fractions, tensors)) < 2
 
 
 def _rounded(x: Any) -> Any:
+    """A tensor of float64 in float32; other values unchanged."""
     if type(x) not in (Tensor, nn.Parameter):
         return x
-    return x.float() if x.dtype is torch.float64 else x.cfloat() if x.dtype is torch.complex128 else x
+    if x.dtype is torch.float64:
+        return x.float()
+    return x.cfloat() if x.dtype is torch.complex128 else x
 
 
 def _perturbed_values(p: Tensor) -> Tensor:
-    """A parameter in float64 (or complex128), changed by a tenth of its root mean square and a little more, in a pattern that
-    depends on positions alone. So zeros and ones get other values, and equal rows become different."""
+    """A parameter in float64 (or complex128), changed by at most a tenth of its root mean square plus 0.01. The change of an
+    element depends on its position alone. So zeros and ones get other values, and equal rows become different."""
     x = p.to(_WIDER[p.dtype])
     size = 0.1 * x.detach().abs().square().mean().sqrt() + 0.01 if x.numel() else 0.0
     positions = torch.arange(x.numel(), dtype=torch.float64, device=x.device)

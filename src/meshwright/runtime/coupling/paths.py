@@ -1,18 +1,18 @@
-"""Checks that all pieces of a batch take the same path, if paths depend on values of rows.
+"""Checks that all pieces of a batch take the same path through the model, if the path depends on values of rows.
 
 A model may read a value of its batch and act on it: ``if (ids > 7).any()``, ``while h.norm() > 4``, a loop over the experts to
 which some row was sent. On one device the rows of the whole batch decide. With data ranks and microbatches each piece decides
-by its own rows. Often this does no harm: a mask of ones may be left out, and an expert without rows does nothing. But not
-always.
+by its own rows. Often this does no harm: a model may skip a mask of ones, and an expert without rows does nothing. Sometimes it
+makes a difference.
 
-``Reads`` logs which values Python reads in a forward that may depend on rows, by the model's line. It is used twice:
+``Reads`` logs the values that Python reads in a forward and that may depend on rows, by the model's line. It is used twice:
 
-    before the first step     The trial of rows (runtime/coupling/trial.py) reads the same numbers in forwards of all rows and
-                              of parts. If a number of all rows lies outside of the range of those of the parts (a norm, a sum),
-                              then the parts may agree with each other but not with the whole: the rows are coupled.
-    in every step             ``Paths`` compares the logs of the pieces. If they differ, the rows of two pieces that differ are
-                              run together and apart, as before the first step. If the loss is the same, the line is harmless
-                              and is not compared again; else the step ends in an error, on all ranks.
+    before the first step     The trial of rows (runtime/coupling/trial.py) logs the numbers read in forwards of all rows and of
+                              parts. If a number of all rows (a norm, a sum) lies outside of the range of the numbers of the
+                              parts, then the parts may take one path and all rows together another: the rows are coupled.
+    in every step             ``Paths`` compares the logs of the pieces. If the logs of two pieces differ, the rows of both run
+                              together and apart, as before the first step. If the loss is the same, the line is harmless,
+                              and is not compared again. Else the step ends in an error, on all ranks.
 
 A model that reads no values of its rows is not watched after its first step.
 """
@@ -39,9 +39,9 @@ from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, 
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.torch_functions import NUMBERS, SIZES, YES_OR_NO, is_fact, writes
 
-# functions whose results show Python by their shape whether any elements fit
+# Functions whose results have a size that shows Python how many elements fulfil a condition.
 AS_MANY_AS_FIT = frozenset("nonzero argwhere masked_select".split())
-# functions that act as an ``if``, if their condition is one number for all rows
+# Functions that act like an ``if`` when their condition is one number for all rows.
 _SELECTS = frozenset("where masked_fill masked_fill_".split())
 COMPARES = frozenset(
     "gt lt ge le eq ne greater less greater_equal less_equal not_equal __gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
@@ -52,7 +52,7 @@ ForwardId = tuple[int, int]
 """A forward in a step: (stage, microbatch)."""
 
 Watched = Callable[[nn.Module, ForwardId], AbstractContextManager[None]]
-"""(model, which forward) → the context in which the forward runs."""
+"""(model, forward) → the context in which this forward runs."""
 
 
 def unwatched(model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
@@ -65,10 +65,10 @@ class ReadLog:
     """The values that Python read in one forward.
 
     Attributes:
-        taken: line → for each read there a number for the path that was taken, including sizes.
-        ways: ``taken`` without sizes.
-        numbers: line → for each time (a number, the number with which it was compared); None instead of the second if Python
-            read the first.
+        taken: line → for each read at this line, a number that identifies the path after it, including sizes.
+        ways: as ``taken``, without sizes.
+        numbers: line → for each number of the forward there (the number, the number with which it was compared). The second is
+            None if Python read the first.
         counted: lines at which Python learnt how many elements a mask picked.
     """
 
@@ -79,12 +79,12 @@ class ReadLog:
 
 
 class Reads(FunctionMode):
-    """While on, logs which values Python reads of tensors that may depend on rows: of all tensors except parameters, buffers,
-    and results of these alone.
+    """Logs the values that Python reads of tensors that may depend on rows: of all tensors except parameters, buffers, and
+    results of these alone.
 
     Args:
-        numbers: whether to log numbers as well, which must be copied from the device.
-        sizes: whether, after a number was read, the sizes of results are part of the path, as for
+        numbers: whether to log numbers, too. They must be copied from the device.
+        sizes: whether the sizes of results that follow the read of a number are part of the path, as for
             ``h[[i for i, y in enumerate(labels.tolist()) if y >= 0]]``. Only for forwards with equal numbers of rows.
 
     Attributes:
@@ -93,29 +93,31 @@ class Reads(FunctionMode):
 
     def __init__(self, *, numbers: bool = False, sizes: bool = False) -> None:
         super().__init__()
-        self.log, self._numbers, self._sizes = ReadLog(), numbers, sizes
-        self._same = TensorTable[bool]()  # tensors that do not depend on rows
+        self.log = ReadLog()
+        self._numbers, self._sizes = numbers, sizes
+        self._independent = TensorTable[bool]()  # tensors that do not depend on rows
         self._picked = TensorTable[bool]()  # tensors with a row for each element that a mask picked
-        # After a number was read: (its line, a hash of the functions called since, a hash of the sizes of their results).
+        # After Python read a number: (its line, a hash of the functions called since, a hash of the sizes of their results).
         self._way: tuple[str, int, int] | None = None
 
     def may_be_recorded(self) -> bool:
-        """See ``FunctionMode``. While this mode is on, no program runs, in which it would see nothing."""
+        """See ``FunctionMode``. While this mode is on, no recorded program runs: the mode would not see its functions."""
         return True
 
     @contextmanager
     def on(self, model: nn.Module, forward_id: ForwardId = (0, 0)) -> Iterator[None]:
         """A context for one forward."""
-        self._same.note(model.buffers(), True)
+        self._independent.note(model.buffers(), True)
         with self:
             yield
         self._end_way()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if name in YES_OR_NO or name in NUMBERS:
             result = func(*args, **kwargs)
-            if not all(map(self._is_same, tensor_arguments(args, kwargs))):
+            if not all(map(self._is_independent, tensor_arguments(args, kwargs))):
                 self._read(result)
             return result
         if is_fact(func):
@@ -134,8 +136,8 @@ class Reads(FunctionMode):
         return result
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Logs what a call shows of its arguments, and notes facts of its result."""
-        if args and isinstance(args[0], Tensor) and not self._is_same(args[0]):  # the usual case first
+        """Logs the values that a call reads of its arguments. Notes facts about its results."""
+        if args and isinstance(args[0], Tensor) and not self._is_independent(args[0]):  # the usual case first
             if name in COMPARES:
                 self._compare(args[0], args[1:])
             elif name in _SELECTS and len(args) == 3:
@@ -147,35 +149,41 @@ class Reads(FunctionMode):
             elif self._picked:
                 self._follow_picked(args, kwargs, result)
             return
-        if all(map(self._is_same, tensor_arguments(args, kwargs))):
-            self._same.note(pytree.tree_leaves(result), True)
+        if all(map(self._is_independent, tensor_arguments(args, kwargs))):
+            self._independent.note(pytree.tree_leaves(result), True)
         elif args and isinstance(args[0], Tensor) and writes(func, args, kwargs):
-            self._same.forget(args[0])
+            self._independent.forget(args[0])
 
     def _follow_picked(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Notes results that have a row for each picked element, computed from tensors that have."""
-        rows = {t.shape[0] for t in tensor_arguments(args, kwargs) if t in self._picked}
-        made = (t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)) if rows else ()
-        self._picked.note((t for t in made if t.dim() and t.shape[0] in rows), True)
+        """Notes the results that have a row for each picked element, as an argument has."""
+        counts = {t.shape[0] for t in tensor_arguments(args, kwargs) if t in self._picked}
+        if counts:
+            results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+            self._picked.note((t for t in results if t.dim() and t.shape[0] in counts), True)
 
-    def _is_same(self, t: Tensor) -> bool:
+    def _is_independent(self, t: Tensor) -> bool:
         """Whether a tensor does not depend on rows."""
-        return t in self._same or is_parameter(t)
+        return t in self._independent or is_parameter(t)
 
     def _compare(self, x: Tensor, others: tuple[Any, ...]) -> None:
-        """Logs a comparison of one number with another; Python or a ``torch.where`` may act on it. A comparison with zero is
-        harmless: if it has one result for all parts, it has the same for their sum."""
-        if self._numbers and others and x.numel() == 1 and not x.is_complex():
-            other = others[0]
-            if isinstance(other, Tensor):
-                other = float(other) if other.numel() == 1 and self._is_same(other) else 0
-            if other != 0:
-                self.log.numbers.setdefault(_line(), []).append((float(x), other))
+        """Logs a comparison of one number with another: Python or a ``torch.where`` may act on it. A comparison with zero is
+        harmless: if it has one result for all parts, it has this result for their sum, too.
+
+        Args:
+            others: the other arguments of the comparison.
+        """
+        if not self._numbers or not others or x.numel() != 1 or x.is_complex():
+            return
+        bound = others[0]
+        if isinstance(bound, Tensor):
+            bound = float(bound) if bound.numel() == 1 and self._is_independent(bound) else 0
+        if bound != 0:
+            self.log.numbers.setdefault(_line(), []).append((float(x), bound))
 
     def _select(self, condition: Any) -> None:
         if self._numbers:
-            return  # a trial reverses it (bent.py)
-        if isinstance(condition, Tensor) and not condition.dim() and not self._is_same(condition):
+            return  # a trial reverses comparisons instead (bending.py)
+        if isinstance(condition, Tensor) and not condition.dim() and not self._is_independent(condition):
             self._note(_line(), int(bool(condition)))
 
     def _read(self, result: Any) -> None:
@@ -205,7 +213,7 @@ def picks(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _line() -> str:
-    """The model's line, without the folder, which may differ between machines."""
+    """The model's line, without the folder: it may differ between machines."""
     return os.path.basename(model_line())
 
 
@@ -213,7 +221,11 @@ _MASK = 0xFFFFFFFF
 
 
 def _hashed(before: int, name: str) -> int:
-    """A hash of the functions called so far (``before``) and of this one, with the line of the model that calls it."""
+    """A hash of the functions called so far, and of one more function with the model's line that calls it.
+
+    Args:
+        before: the hash of the functions called so far.
+    """
     frame: Any = sys._getframe(2)
     while frame is not None and not _is_of_model(frame.f_code):
         frame = frame.f_back
@@ -232,19 +244,22 @@ def _hash_of(name: str, caller: str, line: int) -> int:
 
 
 def outside_of_parts(of_all: ReadLog, parts: Sequence[ReadLog]) -> str:
-    """The first line at which a number of all rows lies outside of the range of those of the parts; empty if there is none.
+    """The first line at which a number of all rows lies outside of the range of the parts' numbers; empty if there is none.
 
-    If the number with which it is compared differs too, both grow with the number of rows (the sum of a mask, the number of
-    elements): a comparison that has one result for the parts has the same for the whole. Such numbers do not count.
+    A number does not count if the number with which it is compared differs between all rows and parts. Then both grow with the
+    number of rows (the sum of a mask, the number of elements): a comparison that has one result for all parts has the same
+    result for all rows.
     """
     for line, numbers in of_all.numbers.items():
-        others = [part.numbers.get(line, []) for part in parts]
-        if any(len(other) != len(numbers) for other in others):
+        numbers_of_parts = [part.numbers.get(line, []) for part in parts]
+        if any(len(of_part) != len(numbers) for of_part in numbers_of_parts):
             continue  # a part took another path: the losses will show whether it matters
-        for (number, compared), *of_parts in zip(numbers, *others, strict=True):
+        for (number, bound), *of_parts in zip(numbers, *numbers_of_parts, strict=True):
             slack = 1e-9 * max(1.0, abs(number))
-            among = min(x for x, _ in of_parts) - slack <= number <= max(x for x, _ in of_parts) + slack
-            if not among and all(other == compared for _, other in of_parts):
+            smallest = min(x for x, _ in of_parts) - slack
+            largest = max(x for x, _ in of_parts) + slack
+            bounds_are_equal = all(bound_of_part == bound for _, bound_of_part in of_parts)
+            if bounds_are_equal and not smallest <= number <= largest:
                 return line
     return ""
 
@@ -252,7 +267,7 @@ def outside_of_parts(of_all: ReadLog, parts: Sequence[ReadLog]) -> str:
 # --- in steps ---------------------------------------------------------------------------------------------------------
 
 SUMS = 5
-"""The number of sums over pieces that each stage needs, to find out whether all logs are equal."""
+"""How many sums over pieces show whether the logs of all pieces in one stage are equal."""
 
 
 class Paths:
@@ -266,13 +281,14 @@ class Paths:
     """
 
     NOTHING: Hashable = frozenset()
-    """``ways`` of a step in which Python read no values."""
+    """The value of ``ways`` for a step in which Python read no values."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        # (modules in evaluation mode, line): lines at which differences are harmless
-        self._settled: set[tuple[Evaluating, str]] = set()
-        self._idle: set[Evaluating] = set()  # with these modules in evaluation mode the first step read no values
+        # (modules in evaluation mode, line), for lines at which differences are harmless
+        self._harmless_lines: set[tuple[Evaluating, str]] = set()
+        # The sets of modules in evaluation mode with which the first step read no values.
+        self._without_reads: set[Evaluating] = set()
         self._logs: dict[ForwardId, ReadLog] = {}
         self._evaluating: Evaluating = frozenset()
         self.watching = self._even = False
@@ -283,13 +299,15 @@ class Paths:
 
         Args:
             evaluating: the modules that are in evaluation mode.
-            weights: the weights of the microbatches. One without rows has weight 0, and its path does not count.
+            weights: the weights of the microbatches. A microbatch without rows has weight 0, and its path does not count.
             divided: whether the rows of the step are divided into pieces.
             even: whether all pieces, on all ranks, have equal numbers of rows.
         """
         self._even = even
-        self._evaluating, self._logs, self._weights = evaluating, {}, weights
-        self.watching = divided and evaluating not in self._idle
+        self._evaluating = evaluating
+        self._weights = weights
+        self._logs = {}
+        self.watching = divided and evaluating not in self._without_reads
 
     @contextmanager
     def watched(self, model: nn.Module, forward_id: ForwardId) -> Iterator[None]:
@@ -305,64 +323,76 @@ class Paths:
     def sums(self) -> list[float]:
         """This rank's summands of the numbers that ``differ`` needs, ``SUMS`` for each stage."""
         sums = [0.0] * (SUMS * self.stages)
-        for (stage, _), read in self._logs.items():
-            a, b = divmod(zlib.crc32(repr(sorted(self._open(read).items())).encode()), 2**16)
-            for i, x in enumerate((1.0, a, b, a * a, b * b) if self._open(read) else (1.0, 0.0, 0.0, 0.0, 0.0)):
+        for (stage, _), log in self._logs.items():
+            open_paths = self._open(log)
+            if open_paths:
+                a, b = divmod(zlib.crc32(repr(sorted(open_paths.items())).encode()), 2**16)
+            else:
+                a = b = 0
+            for i, x in enumerate((1.0, a, b, a * a, b * b)):
                 sums[SUMS * stage + i] += x
         return sums
 
     def differ(self, sums: Sequence[float]) -> bool:
         """Whether pieces took different paths, by the sums over all ranks.
 
-        For each stage the sums are n, Σa, Σb, Σa² and Σb² over its forwards, where a and b are the halves of a hash of a log.
-        All a are equal exactly if n·Σa² = (Σa)².
+        For each stage the sums are n, Σa, Σb, Σa² and Σb² over its forwards; a and b are the halves of a hash of a log. All a
+        are equal if and only if n·Σa² = (Σa)².
         """
-        each = [sums[i : i + SUMS] for i in range(0, len(sums), SUMS)]
-        if not any(x for _, *rest in each for x in rest):
-            self._idle.add(self._evaluating)
-        return any(n * aa != a * a or n * bb != b * b for n, a, b, aa, bb in each)
+        of_stages = [sums[i : i + SUMS] for i in range(0, len(sums), SUMS)]
+        if not any(x for _, *of_logs in of_stages for x in of_logs):
+            self._without_reads.add(self._evaluating)
+        return any(n * aa != a * a or n * bb != b * b for n, a, b, aa, bb in of_stages)
 
     def taken(self) -> dict[ForwardId, dict[str, list[int]]]:
-        """For each forward the paths at each line, without harmless lines."""
-        return {forward_id: self._open(read) for forward_id, read in self._logs.items()}
+        """For each forward its paths at each line, without harmless lines."""
+        return {forward_id: self._open(log) for forward_id, log in self._logs.items()}
 
     def ways(self) -> Hashable:
-        """The paths that this rank's pieces took, without sizes and without harmless lines; a value to compare."""
-        return frozenset(
-            (stage, ways)
-            for (stage, _), read in self._logs.items()
-            if (ways := tuple((line, *ways) for line, ways in sorted(read.ways.items()) if not self._harmless(line)))
-        )
+        """The paths that this rank's pieces took, without sizes and without harmless lines, as a value to compare."""
+        paths: set[Hashable] = set()
+        for (stage, _), log in self._logs.items():
+            ways = tuple((line, *ways) for line, ways in sorted(log.ways.items()) if not self._harmless(line))
+            if ways:
+                paths.add((stage, ways))
+        return frozenset(paths)
 
     def settle(self, lines: Iterable[str]) -> None:
         """Notes that different paths are harmless at these lines."""
-        self._settled.update((self._evaluating, line) for line in lines)
+        self._harmless_lines.update((self._evaluating, line) for line in lines)
 
-    def _open(self, read: ReadLog) -> dict[str, list[int]]:
-        return {line: ways for line, ways in read.taken.items() if not self._harmless(line)}
+    def _open(self, log: ReadLog) -> dict[str, list[int]]:
+        """The paths at the lines that are not known to be harmless."""
+        return {line: ways for line, ways in log.taken.items() if not self._harmless(line)}
 
     def _harmless(self, line: str) -> bool:
-        return (self._evaluating, line) in self._settled
+        return (self._evaluating, line) in self._harmless_lines
 
 
 Taken = dict[ForwardId, dict[str, list[int]]]
+"""The result of ``Paths.taken``."""
+
+Piece = tuple[int, int]
+"""(rank, microbatch)."""
 
 
-def first_to_differ(everywhere: Sequence[Taken]) -> tuple[tuple[int, int], tuple[int, int], list[str]] | None:
-    """(piece, other piece, the lines at which they differ) for two pieces that took different paths in one stage; None if there
-    are none. A piece is (rank, microbatch).
+def first_to_differ(taken_of_ranks: Sequence[Taken]) -> tuple[Piece, Piece, list[str]] | None:
+    """Two pieces that took different paths in one stage.
 
     Args:
-        everywhere: ``Paths.taken`` of each rank.
+        taken_of_ranks: ``Paths.taken`` of each rank.
+
+    Returns:
+        (piece, other piece, the lines at which their paths differ); None if all pieces took the same paths.
     """
-    first: dict[int, tuple[tuple[int, int], dict[str, list[int]]]] = {}
-    for rank, taken in enumerate(everywhere):
-        for (stage, microbatch), ways in sorted(taken.items()):
+    first_of_stage: dict[int, tuple[Piece, dict[str, list[int]]]] = {}
+    for rank, taken in enumerate(taken_of_ranks):
+        for (stage, microbatch), paths in sorted(taken.items()):
             piece = rank, microbatch
-            other, before = first.setdefault(stage, (piece, ways))
-            if ways != before:
-                lines = [line for line in {**before, **ways} if before.get(line) != ways.get(line)]
-                return other, piece, lines
+            first_piece, first_paths = first_of_stage.setdefault(stage, (piece, paths))
+            if paths != first_paths:
+                lines = [line for line in {**first_paths, **paths} if first_paths.get(line) != paths.get(line)]
+                return first_piece, piece, lines
     return None
 
 

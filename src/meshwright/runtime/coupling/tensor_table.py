@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class TensorTable(Generic[T]):
-    """Tensor → a fact, by id. The table does not keep tensors alive; a new tensor with the id of a freed one has no entry."""
+    """A dict from tensors to facts. It does not keep tensors alive. A new tensor with the id of a freed one has no entry."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Any], T]] = {}
 
-    def note(self, tensors: Iterable[Any], known: T) -> None:
+    def note(self, tensors: Iterable[Any], fact: T) -> None:
         """Enters a fact for each tensor among ``tensors``; other values are skipped."""
-        self._by_id |= {id(t): (weakref.ref(t), known) for t in tensors if isinstance(t, Tensor)}
+        self._by_id |= {id(t): (weakref.ref(t), fact) for t in tensors if isinstance(t, Tensor)}
 
     def forget(self, t: Tensor) -> None:
         """Removes the entry of a tensor, if there is one."""
@@ -29,8 +29,8 @@ class TensorTable(Generic[T]):
 
     def of(self, t: Tensor) -> T | None:
         """The fact of a tensor; None if it has no entry."""
-        reference, known = self._by_id.get(id(t), (None, None))
-        return known if reference is not None and reference() is t else None
+        reference, fact = self._by_id.get(id(t), (None, None))
+        return fact if reference is not None and reference() is t else None
 
     def __contains__(self, t: Tensor) -> bool:
         return self.of(t) is not None

@@ -11,7 +11,7 @@ forward of all rows drew for their rows. The losses are compared:
                mean, of the mask (runtime/rows/loss_weights.py)
     coupled    none of these, or the parts cannot run            every rank runs all rows: right, but not faster
 
-There is no backward. A forward also tries the model's own hooks and Functions for gradients (own_backward.py). Whether the
+There is no backward. A forward also tries the model's own hooks and Functions for gradients (custom_backward.py). Whether the
 backward of a single row would fail, because the forward wrote to a saved tensor, is seen from what the forward saves.
 
 The trial computes in float64, with perturbed weights (runtime/coupling/float64.py). At initial weights, in the precision of the
@@ -42,10 +42,10 @@ from meshwright.runtime.coupling.attempt import (
     graph_alone,
 )
 from meshwright.runtime.coupling.attributes import VALUES
-from meshwright.runtime.coupling.bent import Bent, bent, of_all_rows
+from meshwright.runtime.coupling.bending import BendingMode, bending, of_all_rows
+from meshwright.runtime.coupling.custom_backward import line_across_rows
 from meshwright.runtime.coupling.float64 import wide
 from meshwright.runtime.coupling.other_integers import Alternating, other_integers
-from meshwright.runtime.coupling.own_backward import line_across_rows
 from meshwright.runtime.rows.batch import doubled, reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
@@ -148,12 +148,12 @@ def _acts(line: str) -> str:
 
 
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
-    """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bent.py,
-    own_backward.py); empty if only another rank saw it. None if the model does not."""
+    """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bending.py,
+    custom_backward.py); empty if only another rank saw it. None if the model does not."""
     # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
     for gradients in (torch.no_grad,) if forwards.in_parts else (graph_alone, torch.enable_grad):
-        seen: list[Bent] = []
-        computing = Computing(torch.float64, partial(bent, forwards.model, seen), wide=True, gradients=gradients)
+        seen: list[BendingMode] = []
+        computing = Computing(torch.float64, partial(bending, forwards.model, seen), wide=True, gradients=gradients)
         attempt = Attempt(rows, forwards, computing, first=first)
         outcome = _tried(attempt, forwards)
         if outcome.most != _FAILED:
@@ -163,18 +163,18 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     of_all, of_first, of_rest = seen[:3]
     if outcome.kind != kind:
         return _acts(next((of_all.corners[i].line for i in of_all_rows(of_all.corners, of_first.corners)), ""))
-    line = line_across_rows(of_all.gradients, (of_first.gradients, of_rest.gradients))
+    line = line_across_rows(of_all.backward_results, (of_first.backward_results, of_rest.backward_results))
     if forwards.agreed(line is not None)[1]:
         return f"what its backward does at {line} follows from the gradients of all rows" if line else ""
     of_batch = of_all_rows(of_all.corners_of_batch, of_first.corners_of_batch)
     if forwards.agreed(bool(of_batch))[1]:
-        on = partial(bent, forwards.model, [], (), of_batch)
+        on = partial(bending, forwards.model, [], (), of_batch)
         if _tried(attempt.like(replace(computing, on=on)), forwards).kind != kind:
             return _acts(next((of_all.corners_of_batch[i].line for i in of_batch), ""))
     compared = [i for i in of_all_rows(of_all.compared, of_first.compared) if not of_all.compared[i].read]
     if not forwards.agreed(bool(compared))[1]:
         return None
-    reversed_comparisons = replace(computing, on=partial(bent, forwards.model, [], compared))
+    reversed_comparisons = replace(computing, on=partial(bending, forwards.model, [], compared))
     changes = _changes_loss(attempt, attempt.like(reversed_comparisons), forwards)
     return _acts(next((of_all.compared[i].line for i in compared), "")) if changes else None
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.runtime.batch_caches import LruCache
 from meshwright.runtime.coupling.paths import Watched, unwatched
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.program import Call, Program, Programs
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.pipeline.transfers import Traffic
-from meshwright.runtime.recent import Recent
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import Pieces, called
 from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
@@ -31,7 +31,7 @@ class Executor:
 
     def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
         self._stages, self.programs, self._loss = stages, programs, loss
-        self._schedules = Recent[Schedule]()
+        self._schedules = LruCache[Schedule]()
         self._trying = self._wide = False
 
     @property

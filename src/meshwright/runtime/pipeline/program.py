@@ -27,8 +27,8 @@ from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
+from meshwright.runtime.batch_caches import LengthCache, LruCache, Points, ValueCache, sizes_of
 from meshwright.runtime.pipeline.resized import graphs_between
-from meshwright.runtime.recent import ByValues, Lengths, Points, Recent, sizes_of
 from meshwright.runtime.rows.batch import copied, differs, tensors_in, versions
 from meshwright.runtime.rows.loss import Loss
 from meshwright.switches import NO_SWITCHES, Switch, Switches
@@ -133,9 +133,9 @@ class Programs:
         self.replanner = replanner
         self._recipe, self._stages, self._among, self._modes, self._switches = recipe, stages, among, modes, switches
         self._rank_places, self._streamed = rank_places, streamed
-        self._by_sizes = Lengths(self._between)
-        self._by_path = Recent[Program]()
-        self._by_values = ByValues[Program]()
+        self._by_sizes = LengthCache(self._between)
+        self._by_path = LruCache[Program]()
+        self._by_values = ValueCache[Program]()
 
     def for_batch(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
         """The program for a microbatch of these shapes. Collective over the ranks of a copy of the model, if it is new.

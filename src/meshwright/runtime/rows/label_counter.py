@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.blame import model_line
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
-from meshwright.runtime.recent import Lengths, Points, sizes_of
+from meshwright.runtime.batch_caches import LengthCache, Points, sizes_of
 from meshwright.runtime.rows.batch import copied, doubled, host_of, tensors_in
 from meshwright.runtime.rows.counted_uses import CountedUses, elements_counted, is_quotient, labels_counted
 from meshwright.runtime.rows.label_program import Name, Replay, Step, Tape, tensors_of_model
@@ -254,7 +254,7 @@ class LabelCounter:
 
     def __init__(self, record: Record, model: nn.Module, modes: Modes, switches: Switches) -> None:
         self._record, self._model, self._modes, self._switches = record, model, modes, switches
-        self._programs = Lengths(_between)
+        self._programs = LengthCache(_between)
         self.slots: tuple[Slot, ...] = ()
         self.notes: dict[str, None] = {}
 

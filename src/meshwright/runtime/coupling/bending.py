@@ -1,23 +1,25 @@
-"""``Bent``: a function mode that makes piecewise linear functions slightly curved, so that the loss of a trial shows their use.
+"""``BendingMode``: a function mode that changes values of a trial a little, so that the loss shows how the model uses them.
 
-A trial compares the loss of all rows with those of parts, at one point. Four uses of a number of all rows (a mean) do not show
-at one point. In one attempt they are made to show:
+A trial compares the loss of all rows with the losses of parts, at one point: for one batch, and for one set of weights. There
+are four uses of a number of all rows (a mean) that these losses do not show. In one attempt this mode makes them show:
 
     a corner        A function like ``clamp`` is linear on both sides of its corner. As long as all parts are on one side,
                     ``kl.mean().clamp(min=0.5)`` of all rows is the mean over the parts; in a later step it may not be. So the
-                    results of functions with corners are bent: changed a little, in a curved way.
-    a stop          In ``a + b * (a / b).detach()`` the number changes gradients, but not the loss. A value that is used without
-                    its gradient is bent at its use.
-    a write         After ``h.data.zero_()`` the loss does not show what becomes of the gradient of ``h``. A value that is
-                    overwritten without its gradient is bent by what it was.
-    a comparison    ``m * (m > 0.5)``. It may have another result in a later step, so it is reversed. If the loss changes,
-                    the rows are coupled.
+                    mode bends the results of functions with corners: it changes them a little, in a curved way.
+    a stop          In ``a + b * (a / b).detach()`` the number changes gradients, but not the loss. The mode bends a value that
+                    is used without its gradient.
+    a write         After ``h.data.zero_()`` the loss does not show what becomes of the gradient of ``h``. The mode bends the
+                    new value by the old one.
+    a comparison    ``m * (m > 0.5)`` may have another result in a later step. The mode reverses the comparison. If the loss
+                    changes, the rows are coupled.
 
-If a value belongs to one row, so does the bent value, and the parts still make the whole. For a number of all rows they do not.
-Values that depend on parameters are bent in every function with a corner. Of values that depend on floating-point tensors of
-the batch alone, only numbers of all rows are bent, in a further attempt: the counter (LabelCounter) handles a division by
-``y.abs().mean()`` exactly. Values that depend on integers of the batch (ids, labels, masks) are not bent:
-``mask.sum().clamp(min=1)`` is known exactly. Comparisons that Python reads are watched in each step, by ``Paths``.
+A value that belongs to one row is bent by itself alone: the losses of the parts still combine into the loss of all rows. A
+number of all rows has another value in a part, and is bent by another amount there: the losses do not combine any more.
+
+The mode bends values that depend on parameters in every function with a corner. Of values that depend on floating-point tensors
+of the batch alone, it bends only numbers of all rows, and only in a further attempt: LabelCounter handles a division by
+``y.abs().mean()`` exactly. It does not bend values that depend on integers of the batch (ids, labels, masks):
+``mask.sum().clamp(min=1)`` is known exactly. ``Paths`` watches the comparisons that Python reads, in each step.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from torch import Tensor, nn
 
 from meshwright.blame import model_line
 from meshwright.private import has_gradient, pytree, without_modes
+from meshwright.runtime.coupling.custom_backward import BackwardResults, try_custom_backward
 from meshwright.runtime.coupling.float64 import wide
-from meshwright.runtime.coupling.own_backward import Changed, own_backward
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensor_arguments
 from meshwright.runtime.rows.batch import tensors_in
@@ -46,8 +48,8 @@ from meshwright.spmd.autograd_functions import (
 from meshwright.spmd.torch_functions import NUMBERS, YES_OR_NO, aliases, is_fact, writes
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_WAVES = 1e3  # from a value to one e times as large, in radians
-_BEND = 0.01  # a value is changed by at most this share
+_WAVES = 1e3  # radians from a value to another that is e times as large
+_BEND = 0.01  # the largest relative change of a value
 
 _OF_ONE = frozenset(
     "relu relu_ relu6 clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ abs abs_ absolute absolute_ __abs__ \
@@ -76,46 +78,55 @@ class Site:
 
 
 @contextmanager
-def bent(
-    model: nn.Module, forwards: list[Bent], to_reverse: Collection[int] = (), of_batch: Collection[int] = ()
+def bending(
+    model: nn.Module, modes: list[BendingMode], to_reverse: Collection[int] = (), of_batch: Collection[int] = ()
 ) -> Iterator[None]:
     """A context for a forward in float64 with perturbed weights (float64.py), in which values are bent.
 
     Args:
-        forwards: gets the mode of this forward if the forward ends without an error. (One that needs gradients fails, and runs
-            again with them.)
+        modes: gets the mode of this forward if the forward ends without an error. (A forward that needs gradients fails, and
+            runs again with gradients.)
         to_reverse: the comparisons to reverse, by their numbers in an earlier forward.
         of_batch: the corners of values of the batch alone that are bent, by their numbers in an earlier forward.
     """
-    mode = Bent(to_reverse, of_batch)
+    mode = BendingMode(to_reverse, of_batch)
     handle = model.register_forward_pre_hook(mode.entered, with_kwargs=True)
+    # The mode does not see that results of collectives and of transforms of torch.func depend on their arguments.
+    collectives = own_functions_noted(mode.collective)
+    transforms = transformed_functions(mode.transformed)
     try:
-        unseen = own_functions_noted(mode.collective), transformed_functions(mode.transformed)
-        with wide(perturbed=True), mode, unseen[0], unseen[1], own_backward(model, mode.gradients):
+        with wide(perturbed=True), mode, collectives, transforms, try_custom_backward(model, mode.backward_results):
             yield
     finally:
         handle.remove()
-    forwards.append(mode)
+    modes.append(mode)
 
 
 def of_all_rows(sites: Sequence[Site], sites_of_part: Sequence[Site]) -> list[int]:
-    """The indices of the sites whose argument is a number of all rows: in a forward of a part it has the same shape, but
-    another value."""
+    """The indices of the sites whose argument is a number of all rows: in the forward of a part the argument has the same
+    shape, but another value.
+
+    Args:
+        sites: of the forward of all rows, in order.
+        sites_of_part: of the forward of a part.
+    """
     pairs = enumerate(zip(sites, sites_of_part, strict=False))
-    return [
-        i for i, (a, b) in pairs
-        if a.line == b.line and a.shape == b.shape and not torch.allclose(a.total, b.total, rtol=1e-12, atol=0.0)
-    ]  # fmt: skip
+    return [i for i, (site, in_part) in pairs if _is_of_all_rows(site, in_part)]
 
 
-class Bent(FunctionMode):
+def _is_of_all_rows(site: Site, in_part: Site) -> bool:
+    comparable = site.line == in_part.line and site.shape == in_part.shape
+    return comparable and not torch.allclose(site.total, in_part.total, rtol=1e-12, atol=0.0)
+
+
+class BendingMode(FunctionMode):
     """Bends the results of functions with corners, and values that are used without their gradient.
 
     Attributes:
         corners: the calls of functions with corners, on values that depend on parameters.
-        corners_of_batch: those on values of the batch alone.
+        corners_of_batch: the calls of functions with corners, on values of the batch alone.
         compared: the comparisons.
-        gradients: the results of the model's own hooks and Functions for invented gradients.
+        backward_results: the results of the model's own hooks and Functions for invented gradients.
     """
 
     def __init__(self, to_reverse: Collection[int] = (), of_batch: Collection[int] = ()) -> None:
@@ -123,38 +134,45 @@ class Bent(FunctionMode):
         self.corners: list[Site] = []
         self.corners_of_batch: list[Site] = []
         self.compared: list[Site] = []
-        self.gradients: list[Changed] = []
+        self.backward_results: list[BackwardResults] = []
         self._to_reverse, self._bent_of_batch = to_reverse, of_batch
         self._trained = TensorTable[bool]()  # tensors that depend on parameters
         self._data = TensorTable[bool]()  # ``h.data`` of values that have a gradient, and views of it
         self._fractions = TensorTable[bool]()  # tensors that depend on floating-point tensors of the batch
         self._comparisons = TensorTable[frozenset[int]]()  # tensor → the comparisons on which it depends
-        # whether a transform of torch.func is on that uses tensors that depend on parameters
+        # Whether a transform of torch.func runs, and uses tensors that depend on parameters.
         self._in_transform = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        tensors = list(tensor_arguments(args, kwargs))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if is_fact(func):
             return func(*args, **kwargs)
+        tensors = list(tensor_arguments(args, kwargs))
+        depends_on_parameters = any(map(self._follows, tensors))
         if transforming():
-            self._in_transform = self._in_transform or any(map(self._follows, tensors))
+            self._in_transform = self._in_transform or depends_on_parameters
             if self._in_transform:  # its inner tensors are new objects: any of them may depend on parameters
                 args, kwargs = self._without_stops(func, args, kwargs, written=writes(func, args, kwargs))
             return func(*args, **kwargs)
         comparisons = self._read_comparisons(func, name, args, tensors)
-        if not any(map(self._follows, tensors)):
-            return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
+        if depends_on_parameters:
+            return self._call_on_values(func, name, args, kwargs, comparisons)
+        return self._call_on_batch(func, name, args, kwargs, tensors, comparisons)
+
+    def _call_on_values(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], comparisons: frozenset[int]
+    ) -> Any:
+        """Calls a function of tensors some of which depend on parameters, and on ``comparisons``."""
         written = writes(func, args, kwargs)
         if written and not args and "input" in kwargs:  # torch.relu_(input=h): below, the target is the first argument
-            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+            args = (kwargs["input"],)
+            kwargs = {key: value for key, value in kwargs.items() if key != "input"}
         args, kwargs = self._without_stops(func, args, kwargs, written=written)
         first = args[0] if args else kwargs.get("input")
         with self._overwritten(first) if written else nullcontext():
             result = self._call_bent(func, name, args, kwargs)
-        if isinstance(first, Tensor) and (
-            (func == _DATA and has_gradient(first)) or (aliases(func) and first in self._data)
-        ):
+        if isinstance(first, Tensor) and self._returns_data(func, first):
             self._data.note(pytree.tree_leaves(result), True)
         results = [*pytree.tree_leaves(result), *(args[:1] if written else ())]
         self._trained.note(results, True)
@@ -164,6 +182,10 @@ class Bent(FunctionMode):
         elif comparisons:
             self._comparisons.note(results, comparisons)
         return result
+
+    def _returns_data(self, func: Any, first: Tensor) -> bool:
+        """Whether a function returns ``h.data`` of a value that has a gradient, or a view of it. ``first``: its argument."""
+        return (func == _DATA and has_gradient(first)) or (aliases(func) and first in self._data)
 
     def _read_comparisons(self, func: Any, name: str, args: Any, tensors: Sequence[Tensor]) -> frozenset[int]:
         """The comparisons on which a call's tensors depend. If Python reads the result, they are marked as read."""
@@ -178,7 +200,7 @@ class Bent(FunctionMode):
         return t in self._trained or is_parameter(t) or t.requires_grad or getattr(t, "_mw_received", False)
 
     def collective(self, result: Any, args: tuple[Any, ...]) -> None:
-        """Called after each collective: its result depends on whatever its operand depends on."""
+        """Called after each collective: the result depends on everything on which the operand depends."""
         operand = args[0] if args else None
         if not isinstance(operand, Tensor):
             return
@@ -191,7 +213,8 @@ class Bent(FunctionMode):
             self._comparisons.note(results, comparisons)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a transform of ``torch.func`` depends on parameters if an argument does, or a tensor that it uses."""
+        """Calls a transform of ``torch.func``. The result depends on parameters if an argument does, or a tensor that the
+        transformed function uses."""
         if transforming():  # (the outer transform decides)
             return call(*args, **kwargs)
         self._in_transform = any(self._follows(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
@@ -216,7 +239,7 @@ class Bent(FunctionMode):
         tensors: list[Tensor],
         comparisons: frozenset[int],
     ) -> Any:
-        """Calls a function of tensors that do not depend on parameters. ``told``: the comparisons on which they depend."""
+        """Calls a function of tensors that do not depend on parameters. ``comparisons``: those on which they depend."""
         if not any(t in self._fractions for t in tensors):
             result = func(*args, **kwargs)
             if comparisons:
@@ -239,10 +262,10 @@ class Bent(FunctionMode):
     # --- stops --------------------------------------------------------------------------------------------------------
 
     def _without_stops(self, func: Any, args: Any, kwargs: Any, *, written: bool) -> Any:
-        """The arguments, with those bent that depend on parameters but have no gradient.
+        """The arguments of a function. Arguments that depend on parameters but have no gradient are bent.
 
-        Unchanged: an argument to which the function writes; all of them if gradients are off; and those of a function that
-        returns a view. A view is bent where it is used: a write to it must reach the tensor whose memory it shares
+        Unchanged: an argument to which the function writes; all arguments if gradients are off; all arguments of a function
+        that returns a view. A view is bent where it is used: a write to the view must reach the tensor whose memory it shares
         (``k.new_empty(shape)[..., :8].copy_(k)``).
         """
         if not torch.is_grad_enabled() or aliases(func):
@@ -260,11 +283,12 @@ class Bent(FunctionMode):
 
     @contextmanager
     def _overwritten(self, target: Any) -> Iterator[None]:
-        """Around a write. If the target has a gradient that the write leaves as it is, the new value is bent by the old one."""
-        unseen = isinstance(target, Tensor) and (
+        """A context for a write. If autograd does not see the write (the target keeps its gradient), the new value is bent by
+        the old one."""
+        hidden = isinstance(target, Tensor) and (
             target in self._data or (has_gradient(target) and not torch.is_grad_enabled())
         )
-        if not unseen or is_parameter(target) or not _is_bendable(target):
+        if not hidden or is_parameter(target) or not _is_bendable(target):
             yield
             return
         before = target.detach().clone()
@@ -275,11 +299,16 @@ class Bent(FunctionMode):
     # --- comparisons --------------------------------------------------------------------------------------------------
 
     def _reversed(self, result: Tensor, args: tuple[Any, ...], comparisons: frozenset[int]) -> Tensor:
-        """Notes a comparison. Returns its result, or the reverse. The result depends on the ``comparisons`` of its arguments,
-        and on itself."""
-        number, (a, b) = len(self.compared), args[:2]
+        """Notes a comparison. Returns its result, or the reverse.
+
+        Args:
+            comparisons: the earlier comparisons on which its arguments depend.
+        """
+        number = len(self.compared)
+        a, b = args[:2]
         self.compared.append(_site(a - b if _is_bendable(a) else a))
-        result = ~result if number in self._to_reverse else result
+        if number in self._to_reverse:
+            result = ~result
         self._comparisons.note([result], comparisons | {number})
         return result
 
@@ -292,8 +321,10 @@ class Bent(FunctionMode):
             return float(_bend_stop(torch.tensor(number).double())) if isinstance(number, float) else number
         argument = self._decides(name, args, kwargs)
         result = func(*args, **kwargs)
+        if argument is None and name in _PICKS:
+            return pytree.tree_map(lambda t: _bend(t, t), result)
         if argument is None:
-            return pytree.tree_map(lambda t: _bend(t, t), result) if name in _PICKS else result
+            return result
         self.corners.append(_site(argument))
         return self._bent_at(argument, name, result, args, kwargs)
 
@@ -337,8 +368,8 @@ def _bump(at: Tensor) -> Tensor:
 
 
 def _bend(t: Any, at: Any) -> Any:
-    """``t``, changed a little. Signs stay and no value grows, so that the next function is still defined for it. Integers
-    are unchanged."""
+    """``t``, changed a little, by an amount that follows from ``at``. Signs stay and no value grows, so that the next function
+    is still defined for ``t``. Integers are unchanged."""
     if not _is_bendable(t):
         return t
     bump = _BEND * _bump(at)
@@ -349,8 +380,8 @@ def _bend_stop(t: Tensor) -> Tensor:
     """``_bend`` for a value of any size: a large one (a sum over many rows) is changed by the same share as a small one (a
     mean). Infinite values are unchanged.
 
-    The waves are short: two means that differ by 1e-4 (of what a norm has normalized, say) are changed by different shares.
-    If the share were nearly linear between them, that of their mean would be the mean of theirs.
+    The waves are short: two means that differ by 1e-4 (of normalized activations, say) are changed by different shares. If the
+    share were nearly linear between two means, the bent mean of all rows would be the mean of the bent means of the parts.
     """
     wave = 0.5 * _BEND * (1 + torch.sin(_WAVES * torch.log1p(t.abs()).clamp(max=1e3)))
     return torch.where(t == 0, _BEND, t * (1 - wave)).to(t.dtype)

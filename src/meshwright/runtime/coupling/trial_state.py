@@ -1,4 +1,4 @@
-"""``untouched``: a context for forwards after which the model and the generators are restored."""
+"""``restored_afterwards``: a context for the forwards of a trial, which restores the model and the generators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from meshwright.runtime.coupling.attributes import Name, changed, marks, put
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.weights.parameters import local_tensor
 
-Slot = tuple[nn.Module, str]  # (module, name of a tensor in it); a forward may replace the tensor
+Slot = tuple[nn.Module, str]
+"""(module, name of a tensor in it). A forward may replace the tensor."""
 
 
 @contextmanager
-def untouched(
+def restored_afterwards(
     model: nn.Module,
     random: Generators,
     slots: Sequence[Slot],
@@ -27,18 +28,18 @@ def untouched(
     begin: Mapping[Name, Any],
     wide: bool,
 ) -> Iterator[None]:
-    """Restores the state of modules, parameters, gradients and generators after the forwards within the block.
+    """A context. At its end, the state of modules, parameters, gradients and generators is as it was at its beginning.
 
     Args:
         random: the generators from which the forwards may draw.
         slots: the buffers and parameters that a forward may write.
         final_slots: gets the values of the slots after the forwards.
         final_attributes: gets the plain attributes that the forwards changed, with their values after them.
-        begin: values of attributes when the forwards begin, if other than now.
-        wide: whether buffers are in float64 within the block.
+        begin: attributes that have other values than now when the forwards begin.
+        wide: whether buffers are in float64 during the forwards.
     """
-    tensors = ((slot, getattr(*slot)) for slot in slots)
-    parameters = [(*slot, p) for slot, p in tensors if isinstance(p, nn.Parameter)]
+    tensors = [(module, name, getattr(module, name)) for module, name in slots]
+    parameters = [(module, name, t) for module, name, t in tensors if isinstance(t, nn.Parameter)]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
         with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():

@@ -1,11 +1,12 @@
-"""``own_backward``: tries how a model's own hooks and Functions change gradients, within a forward.
+"""``try_custom_backward``: tries, within a forward, how a model's own hooks and Functions change gradients.
 
-A trial runs no backward. But a hook that divides a gradient by its norm, or a ``Function`` whose backward does so, depends on
-all rows: one device has the gradients of all of them. So in one forward each gets an invented gradient. It is computed from the
-value, element by element, so that a part of the rows gets its part of the gradient. Then
+A trial runs no backward. But the result of a hook that divides a gradient by its norm depends on all rows: on one device the
+hook gets the gradients of all rows. A ``Function`` whose backward does so is alike. So in one forward each hook and Function
+gets an invented gradient. Each element of this gradient is computed from the same element of the value, so that a part of the
+rows gets its part of the gradient. Then the results of the parts are compared with the result for all rows:
 
-    the result has rows         sums over its elements, of any function of them, must add up over the parts
-    the result has no rows      the gradient of a parameter must be the sum over the parts
+    the result has rows         for any function, the sums of it over the elements must add up over the parts
+    the result has no rows      it is the gradient of a parameter, and must be the sum over the parts
     the argument has no rows    its gradient is the sum over the parts: the result for a sum must be the sum of the results
 """
 
@@ -34,13 +35,13 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
-class Changed:
+class BackwardResults:
     """The results of one hook or Function of the model for two gradients, and for their sum.
 
     Attributes:
         line: the model's line.
-        shapes: the shapes of the gradients that it got.
-        of_first, of_second, of_sum: its results.
+        shapes: the shapes of the gradients that the hook or Function got.
+        of_first, of_second, of_sum: its results for the first gradient, the second gradient, and their sum.
     """
 
     line: str
@@ -51,8 +52,12 @@ class Changed:
 
 
 @contextmanager
-def own_backward(model: nn.Module, results: list[Changed]) -> Iterator[None]:
-    """While on, each hook and Function of the model is tried when the forward comes to it. ``results``: gets the results."""
+def try_custom_backward(model: nn.Module, results: list[BackwardResults]) -> Iterator[None]:
+    """A context for a forward. Tries each hook and Function of the model when the forward comes to it.
+
+    Args:
+        results: gets the results, in the order of the forward.
+    """
     try_backward = partial(_try_backward, results)
     with ExitStack() as stack:
         for module in filter(has_backward_hooks, model.modules()):
@@ -63,45 +68,52 @@ def own_backward(model: nn.Module, results: list[Changed]) -> Iterator[None]:
         yield
 
 
-def line_across_rows(changes: Sequence[Changed], changes_of_parts: Sequence[Sequence[Changed]]) -> str | None:
-    """The first line at which the result for the gradient of all rows does not follow from those of the parts; None if there
-    is none. ``changes``: in the forward of all rows, in order."""
-    for of_all, *of_parts in zip(changes, *changes_of_parts, strict=False):
+def line_across_rows(
+    results: Sequence[BackwardResults], results_of_parts: Sequence[Sequence[BackwardResults]]
+) -> str | None:
+    """The first line at which the result for the gradient of all rows does not follow from the results for the gradients of the
+    parts; None if there is no such line.
+
+    Args:
+        results: of the forward of all rows, in order.
+        results_of_parts: of the forward of each part.
+    """
+    for of_all, *of_parts in zip(results, *results_of_parts, strict=False):
         comparable = all(p.line == of_all.line and len(p.of_first) == len(of_all.of_first) for p in of_parts)
         if comparable and not _fits(of_all, of_parts):
             return of_all.line
     return None
 
 
-def _fits(of_all: Changed, parts: Sequence[Changed]) -> bool:
-    """Whether what a hook or Function makes of the gradient of all rows follows from what it makes of those of the parts."""
-    if any(shape in others for shape, *others in zip(of_all.shapes, *(p.shapes for p in parts), strict=False)):
+def _fits(of_all: BackwardResults, parts: Sequence[BackwardResults]) -> bool:
+    """Whether the result of a hook or Function for the gradient of all rows follows from its results for the parts."""
+    shapes = zip(of_all.shapes, *(part.shapes for part in parts), strict=False)
+    if any(shape in shapes_in_parts for shape, *shapes_in_parts in shapes):  # an argument without rows
         return _are_sums(of_all.of_sum, (of_all.of_first, of_all.of_second))
     return _are_sums(of_all.of_first, [p.of_first for p in parts])
 
 
 def _are_sums(gradients: Gradients, gradients_of_parts: Sequence[Gradients]) -> bool:
-    """Whether gradients are the sums of their parts; or, if shapes differ, whether sums over their elements are."""
-    for gradient, *pieces in zip(gradients, *gradients_of_parts, strict=True):
-        terms = [p for p in pieces if p is not None]
-        if gradient is None or len(terms) < len(pieces):
+    """Whether each gradient is the sum of the gradients of the parts. If shapes differ (each part has its rows), whether sums
+    over the elements add up."""
+    for gradient, *of_parts in zip(gradients, *gradients_of_parts, strict=True):
+        terms = [t for t in of_parts if t is not None]
+        if gradient is None or len(terms) < len(of_parts):
             continue
-        if all(t.shape == gradient.shape for t in terms):
-            fits = _near(gradient, sum(terms[1:], terms[0]))
-        else:
-            fits = _near(_sums(gradient), sum(map(_sums, terms[1:]), _sums(terms[0])))
-        if not fits:
+        if any(t.shape != gradient.shape for t in terms):
+            gradient, terms = _sums(gradient), [_sums(t) for t in terms]
+        if not _near(gradient, sum(terms[1:], terms[0])):
             return False
     return True
 
 
 def _sums(t: Tensor) -> Tensor:
-    """The sums over the elements of three functions."""
+    """The sums of three functions of the elements: the element, its square, its absolute value."""
     return torch.stack([t.sum(), t.square().sum(), t.abs().sum()])
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding. True if they are not finite, which says nothing."""
+    """Whether two tensors are equal up to rounding. True if one is not finite: then nothing can be concluded."""
     tolerance = _TOLERANCE.get(a.dtype, _HALF)
     return not bool((a + b).isfinite().all()) or torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
@@ -113,7 +125,7 @@ Try = Callable[[Sequence[Tensor], Callable[[list[Tensor]], Gradients]], None]
 
 
 class _Functions(FunctionMode):
-    """Sees hooks on tensors, and torch functions whose backward uses a number that depends on all rows."""
+    """Tries hooks on tensors, and torch functions whose backward uses a number that depends on all rows."""
 
     def __init__(self, try_backward: Try) -> None:
         super().__init__()
@@ -124,8 +136,9 @@ class _Functions(FunctionMode):
         if func is Tensor.register_hook and not transforming():
             self._try_hook(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func in _COUNTING and (kwargs.get("scale_grad_by_freq") or any(args[3:4])) and not transforming():
-            # A mean stands for this function: it depends on all rows likewise.
+        scales_by_frequency = func in _EMBEDDINGS and (kwargs.get("scale_grad_by_freq") or any(args[3:4]))
+        if scales_by_frequency and not transforming():
+            # A mean is tried in place of this backward: it depends on all rows, too.
             self._try_backward(_tensors(result), lambda gradients: [g.mean() for g in gradients])
         return result
 
@@ -134,9 +147,9 @@ class _Functions(FunctionMode):
             self._try_backward([t], lambda gradients: [hook(*gradients)])
 
 
-# With ``scale_grad_by_freq``, the fourth argument, their backward divides by the frequency of an index in all rows. (The real
-# backward shows nothing if no index happens to occur in both parts.)
-_COUNTING = (torch.embedding, torch.embedding_bag)
+# With ``scale_grad_by_freq``, the fourth argument, their backward divides by the frequency of an index in all rows. (A trial of
+# this backward itself would show nothing if no index happened to occur in both parts.)
+_EMBEDDINGS = (torch.embedding, torch.embedding_bag)
 
 
 def _try_function(try_backward: Try, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
@@ -148,12 +161,14 @@ def _try_function(try_backward: Try, apply: Callable[..., Any], function: Any, a
 
 
 def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: list[Tensor]) -> Gradients:
-    """The gradients of a function's arguments for gradients of its results, by a separate forward and backward."""
-    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+    """Runs a function's forward and backward separately. Returns the gradients of its arguments for these gradients of its
+    results."""
+    with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
         leaves = pytree.tree_map(_leaf, (args, kwargs))
         cloned_args, cloned_kwargs = pytree.tree_map_only(Tensor, torch.clone, leaves)  # the function may write to them
-        pairs = zip(_tensors(call(*cloned_args, **cloned_kwargs)), gradients, strict=True)
-        outputs, output_gradients = zip(*((t, g) for t, g in pairs if t.requires_grad), strict=True)
+        results = _tensors(call(*cloned_args, **cloned_kwargs))
+        pairs = [(t, g) for t, g in zip(results, gradients, strict=True) if t.requires_grad]
+        outputs, output_gradients = zip(*pairs, strict=True)
         inputs = [x for x in pytree.tree_leaves(leaves) if isinstance(x, Tensor) and x.requires_grad]
         with no_backward_within():
             return list(torch.autograd.grad(outputs, inputs, output_gradients, allow_unused=True))
@@ -162,15 +177,17 @@ def _backward_of(call: Callable[..., Any], args: Any, kwargs: Any, gradients: li
 def _try_module(try_backward: Try, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
     """A forward hook that tries the backward hooks of a module."""
     before, after = backward_hooks(module)
+    results = result if isinstance(result, tuple) else (result,)
     inputs = [x if _is_floating(x) else None for x in args]
-    outputs = [t if _is_floating(t) else None for t in (result if isinstance(result, tuple) else (result,))]
+    outputs = [t if _is_floating(t) else None for t in results]
 
     def with_gradients(tensors: Sequence[Any], gradients: Iterator[Tensor]) -> tuple[Any, ...]:
         return tuple(None if x is None else next(gradients) for x in tensors)
 
     def backward(gradients: list[Tensor]) -> Gradients:
         remaining = iter(gradients)
-        of_inputs, of_outputs = with_gradients(inputs, remaining), with_gradients(outputs, remaining)
+        of_inputs = with_gradients(inputs, remaining)
+        of_outputs = with_gradients(outputs, remaining)
         for hook in before:
             of_outputs = _replaced_by(hook(module, of_outputs), of_outputs)
         for hook in after:
@@ -180,30 +197,36 @@ def _try_module(try_backward: Try, module: nn.Module, args: tuple[Any, ...], res
     try_backward([x for x in (*inputs, *outputs) if x is not None], backward)
 
 
-def _replaced_by(changed: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
+def _replaced_by(returned: Any, before: tuple[Any, ...]) -> tuple[Any, ...]:
     """The gradients that a module's hook returned; ``before`` if it returned None."""
-    if changed is None:
+    if returned is None:
         return before
-    return tuple(changed) if isinstance(changed, (tuple, list)) else (changed,)
+    return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 # --- trying -----------------------------------------------------------------------------------------------------------
 
 
 def _try_backward(
-    results: list[Changed], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]
+    results: list[BackwardResults], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]
 ) -> None:
-    """Adds the results of a backward for invented gradients of these values; nothing if it fails outside of a real backward."""
+    """Adds the results of a backward for invented gradients of these values. Adds nothing if the backward fails."""
     if any(isinstance(t, Placeholder) or t.is_meta for t in values):
         return  # other ranks have the values, or the parameters from which they are computed
     with without_modes(), torch.no_grad():  # a stage traces the model's functions, and these are not the model's
-        first, second = ([torch.sin(rate * t.detach() + rate) for t in values] for rate in (1.0, 1.7))
+        first = _invented(values, 1.0)
+        second = _invented(values, 1.7)
         both = [x + y for x, y in zip(first, second, strict=True)]
         try:
             changed = [_detached(backward([t.clone() for t in gradients])) for gradients in (first, second, both)]
-        except Exception:  # a hook may rely on the backward around it
+        except Exception:  # a hook may need the rest of the model's backward
             return
-    results.append(Changed(model_line(), tuple(t.shape for t in values), *changed))
+    results.append(BackwardResults(model_line(), tuple(t.shape for t in values), *changed))
+
+
+def _invented(values: Sequence[Tensor], rate: float) -> list[Tensor]:
+    """A gradient for each value, each of whose elements follows from the same element of the value."""
+    return [torch.sin(rate * t.detach() + rate) for t in values]
 
 
 def _detached(gradients: Gradients) -> Gradients:
@@ -219,12 +242,13 @@ def _is_floating(x: Any) -> bool:
 
 
 def _leaf(x: Any) -> Any:
-    """A copy of a tensor as a leaf, which requires a gradient if it can; other values as they are."""
+    """A copy of a tensor as a leaf of autograd, which requires a gradient if its dtype allows it. Other values are returned
+    unchanged."""
     if not isinstance(x, Tensor):
         return x
     leaf = x.detach().clone()
     return leaf.requires_grad_() if _is_floating(x) else leaf
 
 
-def _same(t: Tensor) -> Tensor:
+def _unchanged(t: Tensor) -> Tensor:
     return t

@@ -1,8 +1,8 @@
-"""Caches of what was recorded for batches.
+"""Caches of what was recorded for earlier batches: a program of a pipeline, a program that counts labels.
 
-``Recent``     the entries that were used last
-``Lengths``    by the sizes of a batch; for a length between recorded ones the entry may be derived from these
-``ByValues``   by the sizes and values of a batch, where values decide what a forward does
+``LruCache``       any keys; drops the entry that was least recently used
+``LengthCache``    by the sizes of a batch; derives the entry for a length between recorded lengths, if it can
+``ValueCache``     by the sizes and values of a batch, if values decide what a forward does
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from meshwright.runtime.rows.batch import tensors_in
 
 V = TypeVar("V")
 
-_MOST = 32  # entries in a cache: a run with more sizes than these buckets them, or records some of them again
-_ENDS_AND_MIDDLE = 3  # lengths to derive others from: the shortest, the longest, and one to test the derivation on
+_MOST = 32  # entries in a cache; with batches of more sizes than these, some are recorded again
+_ENDS_AND_MIDDLE = (
+    3  # recorded lengths from which others are derived: the shortest, the longest, and one to test the rule
+)
 
 
-class Recent(Generic[V]):
-    """A cache of the entries that were used last; older ones are dropped.
+class LruCache(Generic[V]):
+    """A cache that drops the least recently used entry when it is full.
 
     Args:
-        most: the most entries that it has.
+        most: the largest number of entries.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -39,7 +41,7 @@ class Recent(Generic[V]):
         return len(self._values)
 
     def get(self, key: Hashable) -> V | None:
-        """The value of a key; None if it has none."""
+        """The value of a key; None if there is no entry."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)
@@ -53,27 +55,27 @@ class Recent(Generic[V]):
         return value
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of a key; if it has none, ``make`` makes it, and it is stored."""
+        """The value of a key. If there is no entry, calls ``make`` and stores the result."""
         value = self.get(key)
         return self.put(key, make()) if value is None else value
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """The sizes of a batch, as a key. Values of its tensors are not part of it.
 
     Attributes:
-        kind: all but the length: the structure, types, numbers of dims, rows, constants.
-        length: the size of dim 1 of the first tensor that has one. A dim that has this size, or one more or less, stands in
-            ``kind`` as the difference.
+        kind: everything except the length: structure, types, numbers of dims, rows, constants.
+        length: the size of dim 1 of the first tensor that has a dim 1. If a dim (except dim 0) has this size, or one more or
+            one less, ``kind`` has the difference in place of its size.
     """
 
     kind: Hashable
     length: int
 
 
-def sizes_of(batch: Any, *more: Hashable) -> Sizes | None:
-    """The sizes of a batch; ``more`` becomes part of their kind. None if something in the batch is not hashable."""
+def sizes_of(batch: Any, *more: Hashable) -> BatchSizes | None:
+    """The sizes of a batch; ``more`` becomes a part of their kind. None if a value in the batch is not hashable."""
     leaves, spec = pytree.tree_flatten(batch)
     length = next((t.shape[1] for t in tensors_in(batch) if t.dim() > 1), 0)
     try:
@@ -81,34 +83,42 @@ def sizes_of(batch: Any, *more: Hashable) -> Sizes | None:
         hash(kind)
     except TypeError:
         return None
-    return Sizes(kind, length)
+    return BatchSizes(kind, length)
 
 
 def _kind(x: Any, length: int) -> Hashable:
-    """The part of ``Sizes.kind`` for a leaf of a batch."""
+    """The part of ``BatchSizes.kind`` for a leaf of a batch."""
     if not isinstance(x, Tensor):
-        inner = pytree.tree_leaves(list(vars(x).values())) if tensors_in(x) else [x]
-        return type(x), *(y if y is x else _kind(y, length) for y in inner)
+        if not tensors_in(x):
+            return type(x), x
+        attributes = pytree.tree_leaves(list(vars(x).values()))
+        return type(x), *(value if value is x else _kind(value, length) for value in attributes)
     shape = [("length", n - length) if d and abs(n - length) <= 1 else n for d, n in enumerate(x.shape)]
     return (x.dtype, x.device, *shape)
 
 
-Points = Sequence[tuple[int, V]]  # (length, what was recorded)
-Follows = Callable[[Points[V]], "Callable[[int], V] | None"]
+Points = Sequence[tuple[int, V]]
+"""(length, what was recorded for it), for some lengths."""
+
+Rule = Callable[[Points[V]], "Callable[[int], V] | None"]
+"""The points of a kind, the shortest length first → a function that derives the value for a length between them; None if there
+is no such function."""
 
 
-class ByValues(Generic[V]):
-    """A cache for batches whose values decide what a forward does. The key has the values of the tensors that decide.
+class ValueCache(Generic[V]):
+    """A cache for batches whose values decide what a forward does. The values of the deciding tensors are part of the key.
 
     Args:
-        most: the most entries that it has.
+        most: the largest number of entries.
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._recent = Recent[V](most)
-        self._deciding: dict[Sizes, list[frozenset[int]]] = {}  # sets of deciding tensors, by their index in a batch
+        self._recent = LruCache[V](most)
+        self._deciding: dict[
+            BatchSizes, list[frozenset[int]]
+        ] = {}  # sets of deciding tensors, by their index in a batch
 
-    def get(self, sizes: Sizes, batch: Any) -> V | None:
+    def get(self, sizes: BatchSizes, batch: Any) -> V | None:
         """The entry of an earlier batch with the same sizes and the same deciding values; None if there was none."""
         digests: dict[int, Hashable] = {}
         for deciding in self._deciding.get(sizes, ()):
@@ -117,7 +127,7 @@ class ByValues(Generic[V]):
                 return value
         return None
 
-    def put(self, sizes: Sizes, batch: Any, deciding: frozenset[int], value: V) -> None:
+    def put(self, sizes: BatchSizes, batch: Any, deciding: frozenset[int], value: V) -> None:
         """Stores what was recorded for a batch; ``deciding``: the indices of its tensors whose values decided."""
         sets = self._deciding.setdefault(sizes, [])
         if deciding not in sets:
@@ -126,7 +136,7 @@ class ByValues(Generic[V]):
 
 
 def _digests(batch: Any, indices: frozenset[int], cache: dict[int, Hashable]) -> Hashable:
-    """Digests of some tensors of a batch; ``cache``: index → digest, of those that were computed before."""
+    """Digests of some tensors of a batch. ``cache``: index → digest, for digests that were computed before."""
     tensors = tensors_in(batch)
     for i in indices - cache.keys():
         cache[i] = digest(tensors[i])
@@ -135,38 +145,38 @@ def _digests(batch: Any, indices: frozenset[int], cache: dict[int, Hashable]) ->
 
 @dataclass
 class _Family(Generic[V]):
-    """What was recorded for batches that differ only in their length.
+    """The records for batches that differ only in their length.
 
     Attributes:
-        points: (length, what was recorded), at most three: the shortest, one between, the longest.
-        between: a length → what is derived for it; None if nothing can be.
+        points: at most three: the shortest length, one between, the longest.
+        between: derives the value for a length between the shortest and the longest; None if values do not follow.
     """
 
     points: list[tuple[int, V]] = field(default_factory=list)
     between: Callable[[int], V] | None = None
 
 
-class Lengths(Generic[V]):
-    """A cache by the sizes of a batch. For a length between recorded ones the entry may be derived from these.
+class LengthCache(Generic[V]):
+    """A cache by the sizes of a batch. Derives the entry for a length between recorded lengths, if it can.
 
-    A forward that does the same at two lengths does the same between them, unless it asks for one length by name. A batch
-    that is longer, or shorter, than all before is recorded.
+    A forward that computes the same at two lengths computes the same between them, unless it compares the length with a
+    constant. A batch that is longer or shorter than all earlier batches is recorded.
 
     Args:
-        follows: what was recorded at some lengths, in ascending order → a function that derives it for a length between;
-            None if it cannot be derived.
-        most: the most entries that it has; and the most families.
+        rule: finds how values follow from the length.
+        most: the largest number of entries, and of families.
     """
 
-    def __init__(self, follows: Follows[V], most: int = _MOST) -> None:
-        self._follows = follows
-        self._exact, self._families = Recent[V](most), Recent[_Family[V]](most)
+    def __init__(self, rule: Rule[V], most: int = _MOST) -> None:
+        self._rule = rule
+        self._exact = LruCache[V](most)
+        self._families = LruCache[_Family[V]](most)
 
     def __len__(self) -> int:
         return len(self._exact)
 
-    def get_or_make(self, sizes: Sizes | None, make: Callable[[], V]) -> V:
-        """The entry for the sizes of a batch, if need be derived from others, else recorded by ``make``."""
+    def get_or_make(self, sizes: BatchSizes | None, make: Callable[[], V]) -> V:
+        """The entry for the sizes of a batch. If there is none, derives it, or calls ``make`` to record it."""
         if sizes is None:
             return make()
         if (value := self._exact.get(sizes)) is not None:
@@ -177,10 +187,11 @@ class Lengths(Generic[V]):
             return self._exact.put(sizes, family.between(sizes.length))
         value = make()
         family.points = _ends_and_middle([*family.points, (sizes.length, value)])
-        family.between = self._follows(family.points) if len(family.points) == _ENDS_AND_MIDDLE else None
+        family.between = self._rule(family.points) if len(family.points) == _ENDS_AND_MIDDLE else None
         return self._exact.put(sizes, value)
 
 
 def _ends_and_middle(points: list[tuple[int, V]]) -> list[tuple[int, V]]:
+    """The points of the shortest, a middle and the longest length."""
     points = sorted(dict(points).items(), key=lambda point: point[0])
     return points if len(points) <= _ENDS_AND_MIDDLE else [points[0], points[len(points) // 2], points[-1]]

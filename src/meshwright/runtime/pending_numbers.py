@@ -1,4 +1,4 @@
-"""``Late``: a few numbers that a device has yet to compute; the host reads them once they have arrived."""
+"""``PendingNumbers``: a few numbers that a device has yet to compute, and that the host reads later."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 
-class Late:
-    """Numbers that are copied to the host asynchronously. Nothing waits for them until ``read``.
+class PendingNumbers:
+    """Numbers that a device copies to the host asynchronously. The host waits for them only in ``read``.
 
     Args:
         numbers: a tensor of one dim.
     """
 
     _sent: Any
-    """The event of the device after which the host has the numbers; None if they were on the host already."""
+    """The device event after which the host has the numbers; None if they were on the host from the start."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers, self._sent = numbers.detach(), None
+        self._numbers = numbers.detach()
+        self._sent = None
         if numbers.device.type != "cpu":
             host = torch.empty(
                 numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=torch.accelerator.is_available()
@@ -29,7 +30,7 @@ class Late:
             self._sent.record()
 
     def read(self) -> list[float]:
-        """The numbers. The host waits until the device has computed and sent them, and for no later work of the device."""
+        """The numbers. The host waits until the device has computed and copied them, but for no later work of the device."""
         if self._sent is not None:
             self._sent.synchronize()
         numbers: list[float] = self._numbers.tolist()

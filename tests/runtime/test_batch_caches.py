@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.runtime.recent import Lengths, Recent, sizes_of
+from meshwright.runtime.batch_caches import LengthCache, LruCache, sizes_of
 
 WIDTH, CLASSES, ROWS, HEADS = 16, 12, 4, 2
 
@@ -161,7 +161,7 @@ def test_a_forward_is_recorded_again_if_values_that_decide_its_path_differ(build
 
 
 def test_what_was_used_last_is_kept():
-    kept = Recent[int](2)
+    kept = LruCache[int](2)
     assert [kept.get_or_make(key, lambda key=key: key) for key in (1, 2, 1, 3)] == [1, 2, 1, 3]
     assert (kept.get(1), kept.get(2), kept.get(3), len(kept)) == (1, None, 3, 2)
 
@@ -173,7 +173,9 @@ def test_lengths_between_follow_and_others_are_recorded():
         made.append(length)
         return 10 * length
 
-    lengths = Lengths[int](lambda points: (lambda n: 10 * n) if all(v == 10 * n for n, v in points) else None, most=4)
+    lengths = LengthCache[int](
+        lambda points: (lambda n: 10 * n) if all(v == 10 * n for n, v in points) else None, most=4
+    )
     for n in (3, 9, 5, 4, 8, 12, 11, 2, 9):
         assert (
             lengths.get_or_make(sizes_of({"x": torch.zeros(2, n), "y": torch.zeros(2, n + 1)}), lambda n=n: record(n))

@@ -1,6 +1,6 @@
-"""Finds tensors that autograd saved for the backward of a forward, and that the forward wrote to afterwards.
+"""``written_after_saved``: finds tensors that autograd saved for the backward, and to which the forward wrote afterwards.
 
-If a saved tensor has been written, the backward ends in an error of autograd. This finds it without a backward.
+The backward of such a forward ends in an error of autograd. No backward is needed to find these tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from meshwright.spmd.autograd_functions import transformed_functions, transformi
 
 @contextmanager
 def written_after_saved(lines: set[str]) -> Iterator[None]:
-    """A context for a forward with gradients. At its end, the model's lines whose saved tensors were written since are added
-    to ``lines``."""
+    """A context for a forward with gradients.
+
+    Args:
+        lines: gets, at the end of the forward, the model's lines that saved a tensor to which the forward then wrote.
+    """
     saved: list[tuple[Tensor, int | None, str]] = []
 
     def note(t: Tensor) -> Tensor:
-        # Detached, with the same version counter: a graph that holds its own results would live until the next garbage
-        # collection. Without modes: a checkpoint of the model saves while modes are on, and this call is not the model's.
+        # Detached: a graph that refers to its own results would live until the next garbage collection. The detached tensor
+        # shares the version counter. Without modes: they may be on here, in a checkpoint of the model, and this call is not
+        # the model's.
         with without_modes():
             detached = t.detach()
         saved.append((detached, version(detached), model_line()))
@@ -36,16 +40,16 @@ def written_after_saved(lines: set[str]) -> Iterator[None]:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
         with torch.enable_grad(), hooks, transformed_functions(partial(without_hooks, hooks)):
             yield
-        lines.update(line for t, before, line in saved if version(t) != before)
+        lines.update(line for t, version_then, line in saved if version(t) != version_then)
     finally:
-        saved.clear()  # the graph holds ``note``, and through it the saved tensors
+        saved.clear()  # the graph refers to ``note``, and through it to the saved tensors
 
 
 def without_hooks(
     hooks: Any, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a function that ``torch.func`` transformed without saved-tensor hooks, which it refuses."""
-    if transforming():  # (the outer transform has done so)
+    """Calls a transformed function of ``torch.func`` while ``hooks`` are off: transforms refuse hooks on saved tensors."""
+    if transforming():  # (the outer transform has switched them off)
         return call(*args, **kwargs)
     hooks.__exit__()
     try:
