@@ -139,7 +139,9 @@ def with_strides(value: Tensor, strides: Strides) -> Tensor:
 
 
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor, laid out with the strides that it has on one device: strides decide which functions return views.
+    """A tensor with the strides that it has on one device; a copy, if it has others.
+
+    Strides decide which functions return views, and in which order a sum is added.
 
     If elements overlap in memory, other than by ``expand``, no copy has these strides. Then the tensor is returned as it is.
     """

@@ -124,10 +124,10 @@ class Alternating(FunctionMode):
 
 def _indices(name: str, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, int, int]]:
     """(indices, size of the dim that they index, the least index that is allowed) of a call of a torch function."""
-    given = dict(enumerate(args)) | kwargs
+    arguments = dict(enumerate(args)) | kwargs
 
     def argument(i: int, key: str) -> Any:
-        return given.get(i, given.get(key))
+        return arguments.get(i, arguments.get(key))
 
     if name in ("embedding", "embedding_bag"):
         yield argument(0, "input"), len(argument(1, "weight")), 0
@@ -139,7 +139,7 @@ def _indices(name: str, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any
         scores, classes, ignored = (
             argument(0, "input"),
             argument(1, "target"),
-            given.get(4, kwargs.get("ignore_index", -100)),
+            arguments.get(4, kwargs.get("ignore_index", -100)),
         )
         if _has_values(classes):
             yield classes[classes != ignored], scores.shape[min(1, scores.dim() - 1)], 0

@@ -193,7 +193,8 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
-    """A batch of this form with other tensors, in order, on the devices of its own; the same ones are shared by all rows."""
+    """A batch of this form with other tensors, in order. Each takes the device of the tensor that it replaces, and its mark as
+    shared by all rows."""
     remaining = iter(tensors)
 
     def other(t: Tensor) -> Tensor:
