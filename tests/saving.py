@@ -139,7 +139,7 @@ def save(
     steps(job, optimizer, data, 2)
     job.save(folder, optimizer, step=2, data=data, extra={"note": "odd"}, wait=wait)
     before = state(job, optimizer)
-    data.start = data.taken
+    data.start = data.batches_taken
     losses = steps(job, optimizer, data, 2)
     job.saved()
     return before, losses, state(job, optimizer)

@@ -84,7 +84,7 @@ class Event:
         flops: floating-point operations of the forward.
         moved: bytes read and written in the forward.
         reads: whether Python reads a value by it (``item``, ``bool``, ``tolist``), and may act on the value.
-        mean_loss: whether it is a mean loss over labels (see runtime/rows/counted_uses.py).
+        mean_loss: whether it is a mean loss over labels (see runtime/rows/count_tracker.py).
         draws: whether it draws from torch's generator, or from one of the model's own.
         line: the model's source line.
         generators: the numbers of the model's own ``torch.Generator``s from which it draws.

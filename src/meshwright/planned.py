@@ -32,9 +32,9 @@ from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import copied, mapped, plain
-from meshwright.runtime.rows.label_counter import Recorder
+from meshwright.runtime.rows.label_counter import CountRecorder
 from meshwright.runtime.rows.loss import Loss, check_loss, one_number, output_loss
-from meshwright.runtime.rows.microbatches import called
+from meshwright.runtime.rows.microbatches import call_model
 from meshwright.runtime.rows.sharing import shared_inputs
 from meshwright.spmd.one_process import one_process
 from meshwright.submesh import Submesh
@@ -126,7 +126,7 @@ class Planned:
         self._homes = _homes(self.recipe)
 
     def _loss_of(self, model: nn.Module, batch: Any) -> Any:
-        return one_number(self._loss(called(model, batch)))
+        return one_number(self._loss(call_model(model, batch)))
 
     def under(self, recipe: Recipe) -> Planned:
         """This model under the recipe on which all ranks have agreed. (By the samples of data ranks, recipes may differ.)"""
@@ -227,7 +227,7 @@ class Planned:
     def record(
         self,
         batch: Any,
-        recorder: Recorder,
+        recorder: CountRecorder,
         evaluating: Evaluating = frozenset(),
         switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> None:

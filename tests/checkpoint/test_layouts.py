@@ -137,7 +137,7 @@ def saved_twice(plan, folder):
     states = []
     for step in (2, 4):
         steps(job, optimizer, data, 2)
-        data.start = data.taken
+        data.start = data.batches_taken
         job.save(folder, optimizer, step=step, data=data, wait=False)
         states.append(state(job, optimizer))
     steps(job, optimizer, data, 1)

@@ -32,7 +32,7 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import output_loss
-from meshwright.runtime.rows.microbatches import Pieces, called, microbatches, weights
+from meshwright.runtime.rows.microbatches import Microbatches, call_model, split_batch, weigh_microbatches
 from meshwright.runtime.weights.parameters import parameter_slots
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.switches import Switches
@@ -171,13 +171,13 @@ class Staged:
 
     def step(self, batch: Any, *, backward: bool = True) -> float:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
-        pieces = list(microbatches(batch, self.microbatches))
-        scale, shares = weights(pieces, self.counter, 1, among=None)
+        pieces = list(split_batch(batch, self.microbatches))
+        weights, factors = weigh_microbatches(pieces, self.counter, 1, groups=None)
         with in_one_process(len(self.ranks)):
             # Copies, since models write to their inputs.
             own = [pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks]
             steps = [
-                r.step(Pieces(own[i], scale, shares), called, output_loss, backward=backward)
+                r.step(Microbatches(own[i], weights, factors), call_model, output_loss, backward=backward)
                 for i, r in enumerate(self.ranks)
             ]
             waiting = [deque(s.schedule.ranks[rank]) for rank, s in enumerate(steps)]
@@ -259,7 +259,7 @@ def alone(build: Build, batches: Sequence[Any], *, seed: int = 0) -> Trained:
     torch.manual_seed(seed)
     model, found = build(), Trained()
     for batch in batches:
-        loss = output_loss(called(model, batch))
+        loss = output_loss(call_model(model, batch))
         if loss.requires_grad:
             loss.backward()
         found.losses.append(loss.item())

@@ -24,7 +24,7 @@ from meshwright.parity.optimizer import MAX_NORM, sgd
 from meshwright.parity.preparation import disable_dropout, perturbed
 from meshwright.parity.widening import widened
 from meshwright.private import TorchDispatchMode, replace_tensors
-from meshwright.runtime.rows.microbatches import called
+from meshwright.runtime.rows.microbatches import call_model
 from meshwright.spmd.one_process import one_process
 from meshwright.workers.worker import report
 
@@ -122,7 +122,7 @@ def _one_device(case: Case) -> tuple[Reference, bool]:
         nonlocal draws
         before = random.digest()
         with widened(case.dtype):
-            loss = case.loss(called(model, next(batches)))
+            loss = case.loss(call_model(model, next(batches)))
             draws |= random.digest() != before
             if loss.requires_grad:
                 loss.backward()
@@ -198,7 +198,7 @@ def _loss_with_seed(case: Case, seed: int) -> float:
     model, _ = _model(case)
     seed_all(seed)
     with widened(case.dtype):
-        return float(case.loss(called(model, next(case.batches()))))
+        return float(case.loss(call_model(model, next(case.batches()))))
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def _random_functions(case: Case) -> tuple[str, ...]:
     """Function and line of each use of a torch generator in a forward; if there is none, Python or NumPy draw."""
     model, _ = _model(case)
     with widened(case.dtype), _RandomFunctions() as random_functions:
-        case.loss(called(model, next(case.batches())))
+        case.loss(call_model(model, next(case.batches())))
     return tuple(random_functions.lines) or ("random numbers of the host",)
 
 

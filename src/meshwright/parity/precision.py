@@ -31,7 +31,7 @@ from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
-from meshwright.runtime.rows.microbatches import called
+from meshwright.runtime.rows.microbatches import call_model
 
 MARGIN = 5.0  # largest error in units of the noise, which is the maximum of few repeats and so varies by a small factor
 _MOVE = 1 / 4  # units in the last place by which starting weights move: as much as rounding them once, on average
@@ -122,7 +122,7 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
             for (p, q), move in zip(pairs, moves, strict=True):
                 q.copy_(p.to(move.dtype) * move if repeat else p)
         before = [q.detach().clone() for _, q in every]
-        loss = case.loss(called(low, next(batches)))
+        loss = case.loss(call_model(low, next(batches)))
         with torch.no_grad():
             for (p, q), value in zip(every, before, strict=True):
                 # The forward may have written to it, also through ``.data``: a momentum teacher, say.

@@ -39,7 +39,7 @@ from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in, with_shared
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.loss_weights import SPLIT
-from meshwright.runtime.rows.microbatches import Pieces, microbatches, rows_of, rows_of_rank, take_rows
+from meshwright.runtime.rows.microbatches import Microbatches, rows_of, rows_of_rank, split_batch, take_rows
 from meshwright.spmd.one_process import one_process
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -175,7 +175,7 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
     with one_process(), ExitStack() as recording:
         for mode in modes:
             recording.enter_context(mode)
-        for piece in rows.pieces().batches:
+        for piece in rows.microbatches().batches:
             job.runner.executor.record(piece)
     tracker = Tracker(job.module, lambda: job.runner.executor.action)
     with fake, values, followed(tracker):
@@ -189,10 +189,10 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
                 rows = _Rows(replace(rehearsal, batch=step.batch), job.rank)
                 rows.without_values(fake)
                 tracker.mark_persistent({"batch": rows.between_steps})
-            _losses(rehearsal, job, rows.pieces(step.most))
+            _losses(rehearsal, job, rows.microbatches(step.most))
             _update(rehearsal, job, optimizer if step.updated else None, tracker)
         with tracker.paused():
-            edges = job.runner.executor.edges(rows.pieces().batches)
+            edges = job.runner.executor.edges(rows.microbatches().batches)
         ran_whole = tuple((f.function, f.module, f.line) for f in job.ledger.fallbacks)
         return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges, ran_whole=ran_whole)
 
@@ -227,20 +227,20 @@ class _Rows:
         self._one_row = mapped(make_fake, self._one_row)
         return True
 
-    def pieces(self, most: int | None = None) -> Pieces:
+    def microbatches(self, most: int | None = None) -> Microbatches:
         """The microbatches that the rank runs in a step. ``most``: the largest number of them; None: all."""
         data, rows = self._recipe.mesh.data_size, rows_of(self._all)
         if self._every_rank_has_all:
-            return Pieces([copied(self._all) if data > 1 else self._rank_rows], [1.0], [None], copies=data)
-        batches = list(microbatches(self._rank_rows, self._recipe.microbatches))[:most]
-        return Pieces(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
+            return Microbatches([copied(self._all) if data > 1 else self._rank_rows], [1.0], [None], copies=data)
+        batches = list(split_batch(self._rank_rows, self._recipe.microbatches))[:most]
+        return Microbatches(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def _losses(rehearsal: Rehearsal, job: Job, pieces: Pieces) -> None:
-    """Runs forwards and backwards as ``Job.step`` does after it has tried how rows combine. Frees the pieces at its end."""
+def _losses(rehearsal: Rehearsal, job: Job, microbatches: Microbatches) -> None:
+    """Runs forwards and backwards as ``Job.step`` does after its trial of rows. Frees the microbatches at its end."""
     with one_process():
         job.runner.sharded_model.reshard()
-        job.runner.losses(pieces, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
+        job.runner.losses(microbatches, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:

@@ -27,8 +27,16 @@ from meshwright.runtime.pending_numbers import PendingNumbers
 from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
 from meshwright.runtime.rows.label_counter import LabelCounter
-from meshwright.runtime.rows.loss_weights import SPLIT, Share
-from meshwright.runtime.rows.microbatches import Noticed, Pieces, gather_rows, microbatches, rows_of, take_rows, weights
+from meshwright.runtime.rows.loss_weights import SPLIT, MeanFactors
+from meshwright.runtime.rows.microbatches import (
+    Microbatches,
+    NoticeError,
+    gather_rows,
+    rows_of,
+    split_batch,
+    take_rows,
+    weigh_microbatches,
+)
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.weights.parameters import local_tensor
 
@@ -71,13 +79,14 @@ class Unread:
 
     Attributes:
         finite: whether the loss of the batch is finite.
-        kind: how rows combine; ``losses``, ``pieces``: those of this rank.
+        kind: how rows combine into the loss.
+        losses: of this rank's ``microbatches``.
     """
 
     finite: PendingNumbers
     kind: str
     losses: list[Tensor]
-    pieces: Pieces
+    microbatches: Microbatches
 
 
 class Division:
@@ -138,7 +147,7 @@ class Division:
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
-    def pieces(self, batch: Any, *, notice: bool = False) -> Pieces:
+    def microbatches(self, batch: Any, *, notice: bool = False) -> Microbatches:
         """The microbatches of this rank. Collective.
 
         Args:
@@ -146,20 +155,20 @@ class Division:
             notice: whether this rank, or another of its copy of the model, has something to report.
 
         Raises:
-            Noticed: some rank has.
+            NoticeError: some rank has something to report.
         """
         self._evaluating = self._runner.modes.now()
         if self._runner.module.training:
             self._trained = self._evaluating
-        pieces = self._pieces(batch, notice)
-        count = self._recipe.mesh.data_size * len(pieces.batches)  # of microbatches, on all data ranks
-        divided = count > 1 and pieces.gathered is None and self._kind != SPLIT
-        even = all(abs(weight - 1 / count) < _EVEN for weight in pieces.scale)
-        self._paths.begin(self._evaluating, pieces.scale, divided=divided, even=even)
+        microbatches = self._divide(batch, notice)
+        count = self._recipe.mesh.data_size * len(microbatches.batches)  # of microbatches, on all data ranks
+        divided = count > 1 and microbatches.first_row is None and self._kind != SPLIT
+        even = all(abs(weight - 1 / count) < _EVEN for weight in microbatches.weights)
+        self._paths.begin(self._evaluating, microbatches.weights, divided=divided, even=even)
         self._divided, self._form, self._batch, self._begin = divided, self._form_of(batch), batch, None
         if divided and (self._paths.watching or self._kind_of_step(self._paths.NOTHING) not in self._seen):
             self._prepare_trial(batch)
-        return pieces
+        return microbatches
 
     def _prepare_trial(self, batch: Any) -> None:
         """Copies what a trial after the step needs: rows of the batch, and the state of modules before the step."""
@@ -181,36 +190,36 @@ class Division:
         """A context around the forward of a microbatch, which records its path through the model."""
         return self._paths.watched(model, forward_id)
 
-    def _pieces(self, batch: Any, notice: bool) -> Pieces:
+    def _divide(self, batch: Any, notice: bool) -> Microbatches:
         """The microbatches of this rank and their weights; before that a trial of how rows combine, if it is due.
         Collective."""
         data, pieces = self._recipe.mesh.data_size, self._recipe.microbatches
         if notice and data == 1:  # one copy of the model has all ranks, and they know of it
-            raise Noticed
+            raise NoticeError
         if data * pieces == 1:
-            return Pieces([batch], [1.0], [None])
+            return Microbatches([batch], [1.0], [None])
         if self._trials.before_step(None if notice else batch, self._evaluating):
             self._form = self._form_of(batch)
             self._seen.add(self._kind_of_step(self._paths.NOTHING))
         if self._kind in (COUPLED, "whole"):
-            all_rows, first = gather_rows(None if notice else batch, self._trials.data_groups())
-            return Pieces([all_rows], [1.0], [None], first, copies=data)
+            all_rows, first_row = gather_rows(None if notice else batch, self._trials.data_groups())
+            return Microbatches([all_rows], [1.0], [None], first_row, copies=data)
         # Every rank has the same number of microbatches, whatever its rows: FSDP2 has collectives in each forward and backward.
-        split = [] if notice else list(microbatches(batch, pieces))
+        batches = [] if notice else list(split_batch(batch, pieces))
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
-        needs_row = not notice and (not all(map(rows_of, split)) or self._row is None)
+        needs_row = not notice and (not all(map(rows_of, batches)) or self._row is None)
         row = self._stand_in(batch) if needs_row else None
-        scale, shares = weights(
-            split,
+        weights, factors = weigh_microbatches(
+            batches,
             self._counter,
             self._copies,
-            among=self._runner.groups,
+            groups=self._runner.groups,
             way=way,
-            waiting=self._runner.waiting,
+            timer=self._runner.waiting,
             stand_in=row,
             notice=notice,
         )
-        return Pieces([p if rows_of(p) else copied(row) for p in split], scale, shares)
+        return Microbatches([p if rows_of(p) else copied(row) for p in batches], weights, factors)
 
     def _stand_in(self, batch: Any) -> Any:
         """A row for microbatches without rows. Its weight is 0.
@@ -226,18 +235,18 @@ class Division:
 
     # --- after a step -----------------------------------------------------------------------------------------------
 
-    def loss(self, losses: list[Tensor], pieces: Pieces) -> Tensor:
+    def loss(self, losses: list[Tensor], microbatches: Microbatches) -> Tensor:
         """The loss of the batch. Collective.
 
         Args:
-            losses: of the microbatches in ``pieces``, on the ranks that have them: every tp rank of the last stage.
+            losses: of the microbatches, on the ranks that have them: every tp rank of the last stage.
 
         Raises:
             RowsError: on every rank: the values of this step have shown that its rows cannot be divided.
             UnfrozenError: on every rank: a parameter is trained that was frozen at planning.
         """
         mesh, paths, is_shared = self._recipe.mesh, self._paths, self._is_shared
-        shares = [share for share in pieces.shares if share is not None]
+        factors = [x for x in microbatches.factors if x is not None]
         unfrozen = self._runner.unfrozen()
         # Numbers of the host are summed between hosts, the loss on the device.
         wide = sum(loss.dtype == torch.float64 for loss in losses)
@@ -246,25 +255,25 @@ class Division:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # the loss, ignored labels
         for loss in losses:
             sums[0] += loss.double()
-        for ignored in (n for share in shares for n in share.ignored):
-            sums[1] += ignored
+        for count in (count for x in factors for count in x.ignored_labels):
+            sums[1] += count
         if is_shared:
             with self._runner.waiting.on():
                 self._runner.groups.sum([facts, sums])
-            sums[0] /= mesh.axis_size("tp") * pieces.copies
+            sums[0] /= mesh.axis_size("tp") * microbatches.copies
         wide, new, frozen, *ways = facts.tolist()
         if self._divided and not is_shared and self._runner.switches.changed:  # maybe on one rank only
             (new,) = self._runner.groups.on_any([new])
         if frozen:
             raise UnfrozenError(unfrozen)
-        _refuse_uncounted(shares, sums[1])
+        _refuse_uncounted(factors, sums[1])
         self.finish_step()
         if self._divided:
-            self._unread = Unread(PendingNumbers(sums[:1].isfinite()), self._kind, losses, pieces)
+            self._unread = Unread(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
             if not self.defers_check:
                 self.finish_step()
         if paths.watching and paths.differ(ways):
-            self._try_paths(pieces)
+            self._try_paths(microbatches)
         elif new:
             self._try_what_is_new()
         return sums[0].to(torch.float64 if wide else torch.float32)
@@ -308,7 +317,7 @@ class Division:
         first_not_finite = next(((rank, m) for rank, m, finite in pieces if not finite), None)
         first_finite = next(((rank, m) for rank, m, finite in pieces if finite), None)
         pair = first_not_finite, first_finite
-        rows = [self._rows_of_piece(step.pieces, *piece) for piece in pair if piece is not None]
+        rows = [self._rows_of_piece(step.microbatches, *piece) for piece in pair if piece is not None]
         both = joined(rows) if len(rows) == 2 else None
         if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
             return
@@ -343,7 +352,7 @@ class Division:
             "something was set on it since the step before), and its rows combine otherwise"
         )
 
-    def _try_paths(self, pieces: Pieces) -> None:
+    def _try_paths(self, microbatches: Microbatches) -> None:
         """Called if microbatches of this step took different paths. Runs two of these together, and tries whether their loss
         follows from the two losses.
 
@@ -355,7 +364,7 @@ class Division:
         differing = first_to_differ(everywhere)
         assert differing is not None
         *pair, lines = differing
-        rows = [self._rows_of_piece(pieces, *piece) for piece in pair]
+        rows = [self._rows_of_piece(microbatches, *piece) for piece in pair]
         both = joined(rows)
         if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0])):
             self._paths.settle(lines)
@@ -364,20 +373,24 @@ class Division:
             f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways"
         )
 
-    def _rows_of_piece(self, pieces: Pieces, rank: int, microbatch: int) -> Any:
+    def _rows_of_piece(self, microbatches: Microbatches, rank: int, microbatch: int) -> Any:
         """A microbatch of another rank, sent to every rank. Collective."""
-        holder = [mapped(lambda t: t.detach().cpu(), pieces.batches[microbatch])] if rank == dist.get_rank() else [None]
+        holder = (
+            [mapped(lambda t: t.detach().cpu(), microbatches.batches[microbatch])]
+            if rank == dist.get_rank()
+            else [None]
+        )
         dist.broadcast_object_list(holder, src=rank)
         return mapped(lambda t: t.to(self._device), holder[0])
 
 
-def _refuse_uncounted(shares: list[Share], ignored: Tensor) -> None:
+def _refuse_uncounted(factors: list[MeanFactors], ignored: Tensor) -> None:
     """Refuses ignored labels in a mean whose divisor is not known: microbatches have no weights then.
 
     Raises:
         RowsError: there are such labels.
     """
-    lines = {line for share in shares for line in share.counted.program.lines}
+    lines = {line for x in factors for line in x.counts.program.uncounted_lines}
     if lines and ignored:  # waits for the device, as the gradients of this step must not be used
         raise RowsError(
             f"the mean at {', '.join(sorted(lines))} ignores {int(ignored)} labels, and how many it counts does not "

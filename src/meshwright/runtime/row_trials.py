@@ -23,7 +23,7 @@ from meshwright.runtime.coupling.row_scaling import line_beyond
 from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
 from meshwright.runtime.rows.batch import joined, tensors_in, with_tensors
 from meshwright.runtime.rows.label_counter import LabelCounter
-from meshwright.runtime.rows.microbatches import Noticed, rows_of, take_rows, weights
+from meshwright.runtime.rows.microbatches import NoticeError, rows_of, take_rows, weigh_microbatches
 from meshwright.runtime.runner import Runner
 
 _OTHERWISE = (
@@ -87,7 +87,7 @@ class RowTrials:
             Whether there was a trial.
 
         Raises:
-            Noticed: some rank has something to report.
+            NoticeError: some rank has something to report.
         """
         tried = self.of(evaluating)
         if tried.verdict.kind == "auto":
@@ -145,7 +145,7 @@ class RowTrials:
         if self._counter is None or all_rows <= few:
             return None
         piece = max(few, -(-most // self._recipe.microbatches))
-        line = line_beyond(rows, (few, piece, all_rows), self._counter.follow)
+        line = line_beyond(rows, (few, piece, all_rows), self._counter.run_on_meta)
         return line if self._agreed(bool(line))[1] else None
 
     def rows_to_try(self, batch: Any) -> tuple[Any, int]:
@@ -156,11 +156,11 @@ class RowTrials:
             (rows of the first data ranks; the number of rows of the rank that has the fewest).
 
         Raises:
-            Noticed: some rank has something to report.
+            NoticeError: some rank has something to report.
         """
         fewest, _ = self._agreed(-1 if batch is None else rows_of(batch))
         if fewest < 0:
-            raise Noticed
+            raise NoticeError
         if self._recipe.mesh.data_size == 1:
             return take_rows(batch, 0, MOST_ROWS), fewest
         sources = self._first_data_ranks()
@@ -206,7 +206,7 @@ class RowTrials:
         Raises:
             Exception: on every rank: an error of the model.
         """
-        scale, shares = weights(pieces, self._counter, self._copies, among=None, way=way)
+        weights, factors = weigh_microbatches(pieces, self._counter, self._copies, groups=None, way=way)
         try:
             for piece in pieces:  # recorded before the trial, so that recording draws no random numbers in it
                 self._runner.executor.record(piece)
@@ -214,10 +214,10 @@ class RowTrials:
             raise ForwardError(str(error)) from error
         losses, reads = [], [Reads(numbers=True) for _ in pieces]
         failures: list[Exception] = []
-        for piece, share, read in zip(pieces, shares, reads, strict=True):
+        for piece, mean_factors, read in zip(pieces, factors, reads, strict=True):
             try:
                 with trial():
-                    losses.append(self._runner.loss_alone(piece, share, read.on, wide=wide))
+                    losses.append(self._runner.loss_alone(piece, mean_factors, read.on, wide=wide))
             except StageError:
                 raise
             except Exception as error:
@@ -226,7 +226,7 @@ class RowTrials:
                 failures.append(error)  # maybe on this rank alone: the others wait for it in the next forward
         if self._runner.pipeline is not None:
             self._raise_on_all(failures)
-        return losses, scale, [read.log for read in reads]
+        return losses, weights, [read.log for read in reads]
 
     def _raise_on_all(self, failures: list[Exception]) -> None:
         """Raises an error on every rank, if some rank has one. Collective."""

@@ -19,8 +19,8 @@ from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.loss_weights import Share
-from meshwright.runtime.rows.microbatches import Pieces
+from meshwright.runtime.rows.loss_weights import MeanFactors
+from meshwright.runtime.rows.microbatches import Microbatches
 from meshwright.runtime.sharded_model import ShardedModel
 from meshwright.runtime.weights.parameters import CurrentParameters
 from meshwright.runtime.weights.placed_model import PlacedModel
@@ -86,7 +86,7 @@ class Runner:
 
     # --- forwards and backwards ---------------------------------------------------------------------------------------
 
-    def losses(self, pieces: Pieces, watched: Watched, *, once: bool, backward: bool) -> list[Tensor]:
+    def losses(self, microbatches: Microbatches, watched: Watched, *, once: bool, backward: bool) -> list[Tensor]:
         """Runs all microbatches of this rank.
 
         Args:
@@ -99,17 +99,17 @@ class Runner:
         Returns:
             The scaled loss of each microbatch, on the ranks that have it.
         """
-        begin = ModuleState(self.module, self.written()) if once and len(pieces.batches) > 1 else None
+        begin = ModuleState(self.module, self.written()) if once and len(microbatches.batches) > 1 else None
         if not backward:
-            losses = self.executor.run(pieces, begin, watched, backward=False)
+            losses = self.executor.run(microbatches, begin, watched, backward=False)
             self.sharded_model.reshard()
             return losses
         if self._unused is not None:
             self._unused.begin()
-        with self.gradients.of_this_step(pieces.copies, len(pieces.batches)):
+        with self.gradients.of_this_step(microbatches.copies, len(microbatches.batches)):
             self.stages.begin_step(self._placed.token, gradients_observed=self._placed.have_backward_hooks())
             try:
-                losses = self.executor.run(pieces, begin, watched, backward=True)
+                losses = self.executor.run(microbatches, begin, watched, backward=True)
             finally:
                 self.stages.end_step()
             self._sync.finish()
@@ -125,11 +125,11 @@ class Runner:
             self.sharded_model.reshard()
         return output
 
-    def loss_alone(self, batch: Any, share: Share | None, watched: Watched, *, wide: bool) -> float:
+    def loss_alone(self, batch: Any, factors: MeanFactors | None, watched: Watched, *, wide: bool) -> float:
         """The loss of a copy of a batch in one forward of a trial, on every rank.
 
         Args:
-            share: the weights of its losses.
+            factors: for the means of the batch.
             watched: a context around the forward of a stage and microbatch.
             wide: whether the forward computes in float64.
 
@@ -139,11 +139,11 @@ class Runner:
         # A copy, as the model may write to it. Made outside the trial: recorded programs are looked up by the batch's own
         # types.
         with nullcontext() if self.pipeline is None else without_modes():
-            pieces = Pieces([copied(batch)], [1.0], [share])
+            microbatches = Microbatches([copied(batch)], [1.0], [factors])
         losses, failure = list[Tensor](), None
         try:
             with self.executor.trying(wide=wide):
-                losses = self.executor.run(pieces, watched=watched, backward=False)
+                losses = self.executor.run(microbatches, watched=watched, backward=False)
         except StageError:
             raise
         except Exception as error:

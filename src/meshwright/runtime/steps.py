@@ -26,8 +26,16 @@ from meshwright.runtime.checksum import checksum
 from meshwright.runtime.division import Division
 from meshwright.runtime.guard import Guard
 from meshwright.runtime.job_end import JobEnd
-from meshwright.runtime.rows.batch import as_given, check_device, plain, spelled_form, tensors_in, versions, with_shared
-from meshwright.runtime.rows.microbatches import Noticed, Pieces, rows_of, write_back
+from meshwright.runtime.rows.batch import (
+    check_device,
+    plain,
+    spelled_form,
+    tensors_in,
+    versions,
+    with_new_tensors,
+    with_shared,
+)
+from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of, write_back
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.runtime.step_notes import is_plain, listed
@@ -77,32 +85,34 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         try:
-            batch, pieces = self._begin(batch, "job.step" if backward else "job.evaluate")
+            batch, microbatches = self._begin(batch, "job.step" if backward else "job.evaluate")
         except BaseException:
             self.count -= backward
             raise
         guarded = backward and guard.due(self.count)
         # All ranks of a copy of the model raise UncutPathError: with one copy, these are all ranks.
         with self._end.within(step, *([UncutPathError] if runner.recipe.mesh.data_size == 1 else [])):
-            losses, loss = self._losses(batch, pieces, guarded=guarded, backward=backward)
+            losses, loss = self._losses(batch, microbatches, guarded=guarded, backward=backward)
         if guarded:
             runner.sharded_model.reshard()
             guard.compare(step, losses)
         return loss
 
-    def _losses(self, batch: Any, pieces: Pieces, *, guarded: bool, backward: bool) -> tuple[list[Tensor], Tensor]:
+    def _losses(
+        self, batch: Any, microbatches: Microbatches, *, guarded: bool, backward: bool
+    ) -> tuple[list[Tensor], Tensor]:
         """Returns (the scaled losses of this rank's microbatches, the loss of the batch)."""
         runner, division = self._runner, self._division
-        batch_inputs, versions_before = as_given(pieces.batches[0]), versions(pieces.batches)
+        batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
         with self._guard.watching(self.number) if guarded else nullcontext():
-            losses = runner.losses(pieces, division.watched, once=division.once, backward=backward)
-        if pieces.gathered is not None:
-            write_back(batch_inputs, versions_before, batch, pieces.gathered)
+            losses = runner.losses(microbatches, division.watched, once=division.once, backward=backward)
+        if microbatches.first_row is not None:
+            write_back(batch_inputs, versions_before, batch, microbatches.first_row)
         runner.settle_modules()
         runner.switches.note()
-        return losses, division.loss(losses, pieces)
+        return losses, division.loss(losses, microbatches)
 
-    def _begin(self, batch: Any, method: str) -> tuple[Any, Pieces]:
+    def _begin(self, batch: Any, method: str) -> tuple[Any, Microbatches]:
         """Prepares a step. Collective over all ranks.
 
         Args:
@@ -126,10 +136,10 @@ class Steps:
         notice = problem is not None or runner.gradients.has_new_hooks()
         notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
-            return batch, self._division.pieces(batch, notice=notice)
-        except Noticed:
+            return batch, self._division.microbatches(batch, notice=notice)
+        except NoticeError:
             runner.gradients.take_hooks(self._agreement.tell(self._notice(problem, form)))
-        return batch, self._division.pieces(batch)
+        return batch, self._division.microbatches(batch)
 
     def _sum_of(self, batch: Any) -> int:
         """A hash of the bits of a batch."""

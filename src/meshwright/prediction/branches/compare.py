@@ -24,7 +24,7 @@ from meshwright.recipe import Recipe
 from meshwright.regions import find_regions
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss, output_loss
-from meshwright.runtime.rows.microbatches import called, rows_of, take_rows
+from meshwright.runtime.rows.microbatches import call_model, rows_of, take_rows
 from meshwright.submesh import Submeshes
 
 Tables = Mapping[tuple[str, int], float]
@@ -62,7 +62,7 @@ def compare_branches(
     rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
     microbatch = take_rows(batch, 0, rows)
     planned = Planned(build, plan, microbatch, loss)
-    graph = planned.graph(lambda model: loss(called(model, copied(microbatch))))
+    graph = planned.graph(lambda model: loss(call_model(model, copied(microbatch))))
     regions = _regions(planned, recipe, graph, rows)
     event_costs = EventCosts(graph, profile, Parameters.of(recipe))
     measured = _seconds_by_branch(tables or {}, regions)

@@ -16,7 +16,7 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import Step
 from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.microbatches import Pieces, called
+from meshwright.runtime.rows.microbatches import Microbatches, call_model
 from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
 
 
@@ -56,7 +56,7 @@ class Executor:
 
     def run(
         self,
-        pieces: Pieces,
+        microbatches: Microbatches,
         begin: ModuleState | None = None,
         watched: Watched = unwatched,
         *,
@@ -65,7 +65,7 @@ class Executor:
         """Runs the forward (and backward) of all microbatches. Returns their scaled losses, on the ranks of the last stage.
 
         Args:
-            pieces: the microbatches of this rank's rows, with the share of the loss of each.
+            microbatches: the microbatches of this rank, with their weights.
             begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first
                 one left. None: each microbatch begins with the state that the previous one left.
             watched: a context for the forward of each stage and microbatch.
@@ -74,7 +74,7 @@ class Executor:
         Raises:
             Exception: in a trial of a model in parts, after all communication: the first error of this rank's parts.
         """
-        step = self.step(pieces, called, self._loss, begin, watched, backward=backward)
+        step = self.step(microbatches, call_model, self._loss, begin, watched, backward=backward)
         step.perform()
         if step.failures:
             raise step.failures[0]
@@ -82,14 +82,14 @@ class Executor:
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a forward. Returns the model's output with full tensors, on the ranks of the last stage; None on others."""
-        step = self.step(Pieces([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
+        step = self.step(Microbatches([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
         step.perform()
         return step.result
 
     def record(self, batch: Any) -> None:
         """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""
         if self.programs is not None:
-            self.programs.for_batch(batch, called, self._loss)
+            self.programs.for_batch(batch, call_model, self._loss)
 
     @contextmanager
     def trying(self, *, wide: bool) -> Iterator[None]:
@@ -104,7 +104,7 @@ class Executor:
 
     def step(
         self,
-        pieces: Pieces,
+        microbatches: Microbatches,
         call: Call,
         loss: Loss | None,
         begin: ModuleState | None = None,
@@ -117,16 +117,16 @@ class Executor:
         Args:
             call: runs the model on a microbatch.
             loss: of the model's output; None: the output itself is the result.
-            pieces, begin, watched, backward: as for ``run``.
+            microbatches, begin, watched, backward: as for ``run``.
         """
         grad = backward or self._trying
-        programs = self._programs(pieces.batches, call, loss, grad=grad)
-        schedule = self._schedule(edges_of(programs, backward=backward), len(pieces.batches), backward=backward)
+        programs = self._programs(microbatches.batches, call, loss, grad=grad)
+        schedule = self._schedule(edges_of(programs, backward=backward), len(microbatches.batches), backward=backward)
         return Step(
             self._stages,
             programs,
             schedule,
-            pieces,
+            microbatches,
             call,
             loss,
             begin,
@@ -138,7 +138,7 @@ class Executor:
 
     def edges(self, batches: Sequence[Any]) -> Edges:
         """The pairs of stages between which values and gradients are sent in a step of these microbatches."""
-        return edges_of(self._programs(batches, called, self._loss, grad=True), backward=True)
+        return edges_of(self._programs(batches, call_model, self._loss, grad=True), backward=True)
 
     def _programs(self, batches: Sequence[Any], call: Call, loss: Loss | None, *, grad: bool) -> list[Program]:
         """The program of each microbatch; empty if the model runs as one part."""

@@ -29,7 +29,7 @@ from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.batch_caches import LengthCache, LruCache, Points, ValueCache, sizes_of
 from meshwright.runtime.pipeline.resized import graphs_between
-from meshwright.runtime.rows.batch import copied, differs, tensors_in, versions
+from meshwright.runtime.rows.batch import changed_tensors, copied, tensors_in, versions
 from meshwright.runtime.rows.loss import Loss
 from meshwright.switches import NO_SWITCHES, Switch, Switches
 
@@ -69,7 +69,7 @@ class Replanner(Protocol):
         evaluating: Evaluating = frozenset(),
         switches: Mapping[Switch, Any] = NO_SWITCHES,
     ) -> None:
-        """Runs the forward for a batch's shapes under a recorder (runtime/rows/label_program.py)."""
+        """Runs the forward for the shapes of a batch under a recorder (``CountRecorder`` in runtime/rows/label_program.py)."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Programs:
         with random_numbers_kept():
             graph = self.replanner.graph(run, grad=grad, evaluating=evaluating, switches=self._switches.common[1])
         # After the recording: within it, reading values would count as a read of the forward.
-        return graph, frozenset(i for clone, before in runs for i in differs(clone, batch, before))
+        return graph, frozenset(i for clone, before in runs for i in changed_tensors(clone, batch, before))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
         """The indices of the tensors of a batch whose values decided the path of the forward. None if other values decided,

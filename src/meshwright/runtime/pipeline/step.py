@@ -38,8 +38,8 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.runtime.rows.batch import copied, tensors_in
 from meshwright.runtime.rows.loss import Loss, one_number
-from meshwright.runtime.rows.loss_weights import Shares, weighed
-from meshwright.runtime.rows.microbatches import BACKWARD, Pieces
+from meshwright.runtime.rows.loss_weights import MeanScaler, scaled_loss
+from meshwright.runtime.rows.microbatches import BACKWARD, Microbatches
 from meshwright.schedule import TRANSFERS, Action, Schedule
 from meshwright.spmd.alias import laid_out
 from meshwright.spmd.autograd_functions import checkpoints_noted
@@ -55,7 +55,7 @@ class Step:
         stages: of this rank.
         programs: of the microbatches; empty if the model runs as one part.
         schedule: actions of each rank of the pipeline axis.
-        pieces: the microbatches, with the share of the loss of each.
+        microbatches: the microbatches, with their weights.
         call: runs the model on a microbatch.
         loss: of the model's output; None: the output itself is the result.
         begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first one
@@ -77,7 +77,7 @@ class Step:
         stages: Stages,
         programs: Sequence[Program],
         schedule: Schedule,
-        pieces: Pieces,
+        microbatches: Microbatches,
         call: Call,
         loss: Loss | None,
         begin: ModuleState | None = None,
@@ -88,18 +88,18 @@ class Step:
         wide: bool = False,
     ) -> None:
         self._stages, self._programs, self.schedule = stages, programs, schedule
-        self._pieces, self._call, self._loss = pieces, call, loss
+        self._microbatches, self._call, self._loss = microbatches, call, loss
         self._backward_too, self._state, self._watched = backward, begin, watched
         self._grad = backward or trying  # a trial runs the forward as a step does
         # A stage may stop before the end of a forward, so host generators have different states on different stages afterwards.
         # Each forward is therefore seeded anew.
         draws = any(program.graph.draws for program in self._programs)
-        self._seeds = [random.getrandbits(_SEED_BITS) for _ in pieces.batches] if draws else []
+        self._seeds = [random.getrandbits(_SEED_BITS) for _ in microbatches.batches] if draws else []
         self._generators = StageGenerators(stages.generators, stages.numbers)
         repeated = [slot for program in programs for slot in program.graph.repeated]
         self._constants = StageConstants(stages.model, list(dict.fromkeys(repeated)), stages.numbers)
         self._split = any(a.kind == "I" for a in schedule.ranks[stages.rank])
-        self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(pieces.batches))}
+        self._flights = {(s, m): Flight() for s in stages.numbers for m in range(len(microbatches.batches))}
         self._transfers = Transfers(
             stages.groups,
             stages.recipe.stage_rank,
@@ -168,7 +168,7 @@ class Step:
         """Copies the values that the forward wrote to the batch from the last stage, which runs to the end, to all ranks."""
         last, group = self._stages.recipe.stage_rank[-1], self._stages.groups.pipeline
         for m, program in enumerate(self._programs):
-            tensors = tensors_in(self._pieces.batches[m])
+            tensors = tensors_in(self._microbatches.batches[m])
             values = tensors_in(self._written.pop(m)) if m in self._written else tensors
             for i in sorted(program.writes):
                 value = values[i].detach()
@@ -227,7 +227,7 @@ class Step:
     def _begin_microbatch(self, action: Action, flight: Flight) -> None:
         """Runs a forward with the random state and the module state of its microbatch."""
         m = action.microbatch
-        self._stages.sync.begin_microbatch(last=m == len(self._pieces.batches) - 1)
+        self._stages.sync.begin_microbatch(last=m == len(self._microbatches.batches) - 1)
         seeded = host_seeded(self._seeds[m]) if self._seeds else nullcontext()
         with self._beginning(action), seeded, self._generators.of(action.stage):
             self._forward(action, flight)
@@ -262,7 +262,7 @@ class Step:
                 part = self._part(action, flight)
                 stack.enter_context(flight.deferred or nullcontext())
             stack.enter_context(self._stages.spmd_mode())
-            stack.enter_context(Shares(self._pieces.shares[m]).on(model))
+            stack.enter_context(MeanScaler(self._microbatches.factors[m]).on(model))
             stack.enter_context(self._watched(model, (action.stage, m)))
             flight.ends = stack.enter_context(self._stages.sync.forward())
             output = self._output(part, m)
@@ -272,14 +272,14 @@ class Step:
             elif self._loss is None:
                 self.result = map_tensors(full_tensor, output)
             else:
-                flight.loss = weighed(one_number(full_tensor(self._loss(output))), self._pieces.scale[m])
+                flight.loss = scaled_loss(one_number(full_tensor(self._loss(output))), self._microbatches.weights[m])
                 self.losses.append(flight.loss.detach())
         if not self._backward_too:
             flight.received, flight.loss, flight.ends = {}, None, []
 
     def _output(self, part: StageInterpreter | None, m: int) -> Any:
         """The model's output for a microbatch; of a stage before the last, the values that it sends."""
-        model, piece = self._stages.model, self._pieces.batches[m]
+        model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
             return self._call(model, piece)
         if self._programs[m].writes:

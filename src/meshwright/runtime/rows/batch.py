@@ -1,7 +1,7 @@
 """Batches: the tensors in them, their rows, copies, and writes of a forward to them.
 
-A model may write to its inputs. On one device the caller's batch then changes once a step. It must be the same here: every
-other forward (planning, trials, recordings, another stage of the same rank) runs on a copy.
+A model may write to its inputs. On one device the caller's batch then changes once a step. It must change once here, too. So
+every other forward (planning, trials, recordings, another stage of the same rank) runs on a copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DEPTH = 4  # how many objects to look into, one within the other
 
 def plain(batch: Any) -> Any:
     """A batch in containers that pytree knows: another mapping (a tokenizer's encoding, a ``UserDict``) becomes a dict."""
-    known = type(batch) in pytree.SUPPORTED_NODES
-    return dict(batch) if isinstance(batch, Mapping) and not known else batch
+    is_known = type(batch) in pytree.SUPPORTED_NODES
+    return dict(batch) if isinstance(batch, Mapping) and not is_known else batch
 
 
 def mapped(fn: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -48,6 +48,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def _tensors(leaf: Any, depth: int) -> list[Tensor]:
+    """``tensors_in`` for a leaf of pytree. ``depth``: how many objects to look into, one within the other."""
     if isinstance(leaf, Tensor):
         return [leaf]
     if not depth or isinstance(leaf, (nn.Module, type)) or not isinstance(getattr(leaf, "__dict__", None), dict):
@@ -56,7 +57,7 @@ def _tensors(leaf: Any, depth: int) -> list[Tensor]:
 
 
 def form_of(batch: Any) -> Hashable:
-    """Everything about a batch except sizes and values of its tensors: structure, dtypes, numbers of dims, constants."""
+    """The structure, dtypes, numbers of dims and constants of a batch, as a key; sizes and values of tensors are no part."""
     leaves, spec = pytree.tree_flatten(batch)
     facts = ((x.dtype, x.dim()) if isinstance(x, Tensor) else _constant(x) for x in leaves)
     return str(spec), tuple(facts)
@@ -65,15 +66,15 @@ def form_of(batch: Any) -> Hashable:
 def spelled_form(batch: Any) -> str:
     """The names, types and shapes of a batch's tensors, in words."""
     named = zip(names_in(batch), tensors_in(batch), strict=True)
-    return ", ".join(f"{name}: {str(t.dtype).removeprefix('torch.')} {_shape(t)}" for name, t in named)
+    return ", ".join(f"{name}: {str(t.dtype).removeprefix('torch.')} {_shape_text(t)}" for name, t in named)
 
 
-def _shape(t: Tensor) -> str:
+def _shape_text(t: Tensor) -> str:
     return "nested" if t.is_nested else str(tuple(t.shape))
 
 
 def _constant(x: Any) -> Any:
-    """A constant itself; the type of anything else."""
+    """A constant; of anything else, its type."""
     return x if isinstance(x, (str, bool, int, type(None))) else type(x)
 
 
@@ -91,13 +92,13 @@ def with_shared(batch: Any, names: Collection[str]) -> Any:
     if not names:
         return batch
     all_names = iter(names_in(batch))
-    return mapped(lambda t: _shared(_as(t, t.view_as(t))) if next(all_names) in names else t, batch)
+    return mapped(lambda t: _marked_shared(_with_host_of(t, t.view_as(t))) if next(all_names) in names else t, batch)
 
 
-def _as(t: Tensor, same: Tensor) -> Tensor:
-    """``same``, a tensor with the values of ``t``, which remembers the host copy of ``t`` if there is one."""
+def _with_host_of(t: Tensor, equal: Tensor) -> Tensor:
+    """``equal``, a tensor with the values of ``t``, which now remembers the host copy of ``t`` if there is one."""
     host = host_of(t)
-    return same if host is None or host is t else with_host(same, host)
+    return equal if host is None or host is t else with_host(equal, host)
 
 
 def check_device(batch: Any, device: torch.device) -> None:
@@ -116,13 +117,13 @@ def check_device(batch: Any, device: torch.device) -> None:
 
 def moved(t: Tensor, device: torch.device) -> Tensor:
     """A tensor of a batch, copied to a device, which remembers its host copy."""
-    copy_there = t.to(device, non_blocking=True)
-    return t if copy_there is t else with_host(copy_there, t)
+    device_copy = t.to(device, non_blocking=True)
+    return t if device_copy is t else with_host(device_copy, t)
 
 
 def with_host(t: Tensor, host: Tensor) -> Tensor:
-    """A tensor that remembers its host copy, as long as nothing writes to either. Labels are then counted on the host, without
-    waiting for the device."""
+    """The tensor, which now remembers its host copy, as long as nothing writes to either. Labels are then counted on the host,
+    without waiting for the device."""
     t._mw_host = host, version(t), version(host)  # type: ignore[attr-defined]
     return t
 
@@ -135,7 +136,7 @@ def host_of(t: Tensor) -> Tensor | None:
     return host if host is not None and versions_then == [version(t), version(host)] else None
 
 
-def _shared(t: Tensor) -> Tensor:
+def _marked_shared(t: Tensor) -> Tensor:
     t._mw_shared = True  # type: ignore[attr-defined]
     return t
 
@@ -197,11 +198,11 @@ def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
     shared by all rows."""
     remaining = iter(tensors)
 
-    def other(t: Tensor) -> Tensor:
-        there = moved(next(remaining), t.device).requires_grad_(t.requires_grad)
-        return _shared(there) if getattr(t, "_mw_shared", False) else there
+    def replaced(t: Tensor) -> Tensor:
+        new = moved(next(remaining), t.device).requires_grad_(t.requires_grad)
+        return _marked_shared(new) if getattr(t, "_mw_shared", False) else new
 
-    return mapped(other, batch)
+    return mapped(replaced, batch)
 
 
 def copied(batch: Any) -> Any:
@@ -220,6 +221,7 @@ def copied(batch: Any) -> Any:
 
 
 def _memory(t: Tensor) -> Any:
+    """A key that is equal for tensors that share memory; for a tensor that cannot be copied with others, a key of its own."""
     return (storage_of(t), t.dtype) if t.layout is torch.strided and type(t) is Tensor and t.numel() else id(t)
 
 
@@ -234,19 +236,27 @@ def _copied(sharing: Sequence[Tensor]) -> list[Tensor]:
         )
         memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
         copies = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
-    copies = [_as(t, copy.requires_grad_(t.requires_grad)) for copy, t in zip(copies, sharing, strict=True)]
-    return [_shared(copy) if getattr(t, "_mw_shared", False) else copy for copy, t in zip(copies, sharing, strict=True)]
+    copies = [_with_host_of(t, copy.requires_grad_(t.requires_grad)) for copy, t in zip(copies, sharing, strict=True)]
+    return [
+        _marked_shared(copy) if getattr(t, "_mw_shared", False) else copy
+        for copy, t in zip(copies, sharing, strict=True)
+    ]
 
 
-def differs(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[int]:
+def changed_tensors(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[int]:
     """The positions of the tensors of a copy that a forward has written, including writes that autograd does not count
-    (``.data``)."""
+    (``.data``).
+
+    Args:
+        batch: the batch that was copied, which the forward has not written.
+        before: the ``versions`` of the copy before the forward.
+    """
     pairs = zip(tensors_in(copy), tensors_in(batch), strict=True)
-    other = {i for i, (a, b) in enumerate(pairs) if not (a.is_meta or b.is_meta or torch.equal(a, b))}
-    return frozenset(other.union(written(copy, before)))
+    unequal = {i for i, (a, b) in enumerate(pairs) if not (a.is_meta or b.is_meta or torch.equal(a, b))}
+    return frozenset(unequal.union(written_tensors(copy, before)))
 
 
-def as_given(batch: Any) -> Any:
+def with_new_tensors(batch: Any) -> Any:
     """A batch in the same memory with new tensor objects, whose shapes stay if a forward changes those of the batch
     (``unsqueeze_``)."""
     return mapped(torch.Tensor.detach, batch)
@@ -257,6 +267,6 @@ def versions(batch: Any) -> list[int | None]:
     return [version(t) for t in tensors_in(batch)]
 
 
-def written(batch: Any, before: Sequence[int | None]) -> list[int]:
-    """The positions of the tensors of a batch that have been written since. ``before``: its ``versions`` at that time."""
+def written_tensors(batch: Any, before: Sequence[int | None]) -> list[int]:
+    """The positions of the tensors of a batch that have been written since it had the ``versions`` ``before``."""
     return [i for i, (now, then) in enumerate(zip(versions(batch), before, strict=True)) if now != then]

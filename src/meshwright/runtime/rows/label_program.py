@@ -1,381 +1,202 @@
-"""The part of a forward that depends on the batch alone, as steps between named tensors.
+"""``LabelProgram``: the part of a forward that depends on the batch alone and on which the divisor of a mean depends.
 
-    recorded        a forward whose parameters have only shapes runs on real tensors of a batch. Each torch function of these
-                    tensors alone is a ``Step``, and its results have ``Name`` s
-    replayed        ``Replay``: the values of names for another batch, without the rest of the forward
-    recognized      ``Follower``: in a forward with values, the tensors that have these names
-
-A name follows from the computation (the function, the names of its arguments, its constants), not from its position. So a stage
-that runs a part of the forward, and a checkpoint that recomputes a part, find the same names.
+``CountRecorder`` finds the uses of counts while a forward runs on meta; ``program_of`` makes the program from them.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.private import pytree, storage_of, version
-from meshwright.runtime.rows.batch import tensors_in
-from meshwright.spmd.autograd_functions import FunctionMode, Segment, recomputations
-from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, is_random, writes
+from meshwright.blame import model_line
+from meshwright.runtime.rows.count_tracker import CountTracker, element_count, is_quotient, label_count
+from meshwright.runtime.rows.tape import Name, Operation, Tape
 
+SumId = tuple[str, int, int]
+"""Identifies a sum over rows on all ranks: (the model's line, how many sums precede it there, how many numbers it has)."""
 
-@dataclass(frozen=True)
-class Name:
-    """Identifies a tensor that depends on the batch alone."""
-
-    number: int
+Shapes = Callable[[Name], tuple[torch.Size, torch.Size]]
+"""A name → (its shape for the batch, its shape for a batch with twice as many rows)."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One torch function on named tensors.
+class CountRecorder(CountTracker):
+    """Records the uses of counts in a forward that runs on meta.
 
-    Attributes:
-        flat: its arguments, flattened by ``spec``, with names in place of tensors.
-        outputs: the names of its results.
-        writes: whether it writes to its first argument, which then gets the name of the first output.
-        line: the model's source line, for steps that may sum over rows.
-    """
-
-    func: Any
-    flat: tuple[Any, ...]
-    spec: Any
-    outputs: tuple[Name, ...]
-    writes: bool
-    line: str = ""
-
-    @property
-    def inputs(self) -> tuple[Name, ...]:
-        return tuple(x for x in self.flat if isinstance(x, Name))
-
-    @property
-    def function(self) -> str:
-        return getattr(self.func, "__name__", "")
-
-
-_DEVICE = object()  # stands for the device of the batch: in the recording, labels were moved to meta
-
-
-class Tape:
-    """The steps in order. The first names are those of the tensors (leaves) of the batch.
+    Args:
+        leaves: the number of tensors in the batch.
 
     Attributes:
-        known: signature → step.
-        types: number of a leaf → the dtype in which the model sees it, after the casts of mixed precision.
-        buffers: name of a buffer of the model → its ``Name``.
+        used: the names of all counts that are used.
+        in_products: the names of those by which something is divided or multiplied.
+        as_numbers: the names of those that are numbers, used together with tensors without names.
+        uncounted_lines: the lines of means whose count is not known.
     """
 
     def __init__(self, leaves: int) -> None:
-        self.steps: list[Step] = []
-        self.known: dict[Any, Step] = {}
-        self.types: dict[int, torch.dtype] = {}
-        self.buffers: dict[str, Name] = {}
-        self._makers: dict[Name, Step] = {}
-        self._next = leaves
-
-    def new(self) -> Name:
-        self._next += 1
-        return Name(self._next - 1)
-
-    def buffer(self, name: str) -> Name:
-        if name not in self.buffers:
-            self.buffers[name] = self.new()
-        return self.buffers[name]
-
-    def add(self, signature: Any, func: Any, flat: Sequence[Any], spec: Any, outputs: int, **more: Any) -> Step:
-        """The step with a signature; a new one if there is none."""
-        if signature not in self.known:
-            names = tuple(self.new() for _ in range(outputs))
-            flat = tuple(_DEVICE if isinstance(x, torch.device) else x for x in flat)
-            step = self.known[signature] = Step(func, flat, spec, names, **more)
-            self.steps.append(step)
-            self._makers |= dict.fromkeys(names, step)
-        return self.known[signature]
-
-    def maker(self, name: Name) -> Step | None:
-        return self._makers.get(name)
-
-    def keep(self, wanted: set[Name]) -> None:
-        """Drops the steps on which these names do not depend."""
-        needed = set(wanted)
-        for step in reversed(self.steps):
-            if needed.intersection(step.outputs):
-                needed.update(step.inputs)
-        self.steps = [s for s in self.steps if needed.intersection(s.outputs)]
-        kept_ids = set(map(id, self.steps))
-        self.known = {signature: s for signature, s in self.known.items() if id(s) in kept_ids}
-        self.buffers = {name: n for name, n in self.buffers.items() if n in needed}
-        self._makers = {n: s for s in self.steps for n in s.outputs}
-
-    def like(self, other: Tape) -> bool:
-        """Whether both have the same steps. (Sizes of their batches do not count.)"""
-        steps, other_steps = ([(s.func, s.flat, s.outputs) for s in tape.steps] for tape in (self, other))
-        return steps == other_steps and self.buffers == other.buffers
-
-
-class Replay:
-    """The values of names for one batch.
-
-    Args:
-        leaves: the tensors of the batch.
-        buffers: name → buffer of the model.
-
-    Attributes:
-        device: the device of the batch.
-    """
-
-    def __init__(self, tape: Tape, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> None:
-        self._tape, self.device = tape, next((x.device for x in leaves), None)
-        self._values: dict[Name, Any] = {}
-        for i, leaf in enumerate(leaves):
-            is_cast = leaf.is_floating_point() and i in tape.types
-            self._values[Name(i)] = leaf.to(tape.types[i]) if is_cast else leaf
-        self._values |= {n: buffers[name] for name, n in tape.buffers.items()}
-
-    def again(self) -> Replay:
-        """A copy, in which values can be replaced."""
-        other = copy.copy(self)
-        other._values = dict(self._values)
-        return other
-
-    def put(self, name: Name, value: Any) -> None:
-        """Sets the value of a name. Values that depend on it and have been computed before do not change."""
-        self._values[name] = value
-
-    @torch.no_grad()
-    def value(self, name: Name) -> Any:
-        """The value of a name; computes the steps that it needs."""
-        pending = [name]
-        while pending:
-            last = pending[-1]
-            step = None if last in self._values else self._tape.maker(last)
-            missing = [n for n in step.inputs if n not in self._values] if step is not None else []
-            if missing:
-                pending += missing
-                continue
-            pending.pop()
-            if step is not None:
-                self._values |= dict(zip(step.outputs, self.results(step), strict=True))
-        return self._values[name]
-
-    @torch.no_grad()
-    def results(self, step: Step, *, wide: bool = False) -> list[Any]:
-        """The results of a step. ``wide``: computed in float64."""
-        flat = [self._argument(x, wide) for x in step.flat]
-        args, kwargs = pytree.tree_unflatten(flat, step.spec)
-        if step.writes:
-            args = (args[0].clone(), *args[1:])
-        result = step.func(*args, **kwargs)
-        return [args[0]] if step.writes else pytree.tree_leaves(result)
-
-    def _argument(self, x: Any, wide: bool) -> Any:
-        if x is _DEVICE:
-            return self.device
-        value = self.value(x) if isinstance(x, Name) else x
-        return value.double() if wide and isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-# Functions for which only the dtype or the shape of the second tensor counts → (the function to call with that fact, the fact).
-_BY_ANOTHER: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
-    Tensor.type_as: (Tensor.to, lambda t: t.dtype),
-    Tensor.to: (Tensor.to, lambda t: t.dtype),
-    Tensor.expand_as: (Tensor.expand, lambda t: t.shape),
-    Tensor.view_as: (Tensor.view, lambda t: t.shape),
-    Tensor.reshape_as: (Tensor.reshape, lambda t: t.shape),
-}
-
-
-class Follower(FunctionMode):
-    """Tracks the names of tensors while a forward runs. Subclasses decide what happens to calls with and without names."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self.tape = tape
-        self.tensors: dict[str, Tensor] = {}  # buffers and plain tensor attributes of the model, by name
-        # id → (tensor, its name, its version). The tensors are held, so that their ids are not reused.
-        self._names: dict[int, tuple[Tensor, Name, int | None]] = {}
-        self._silent = False  # whether the forward used ``.data``: version counters do not show writes to it
-
-    # --- names ------------------------------------------------------------------------------------------------------
-
-    def name(self, x: Any) -> Name | None:
-        """The name of a tensor, if it has one and has not been written since; else None."""
-        entry = self._names.get(id(x))
-        return entry[1] if entry is not None and entry[0] is x and entry[2] == version(x) else None
-
-    def give_name(self, t: Any, name: Name | None) -> None:
-        if isinstance(t, Tensor) and name is not None:
-            self._names[id(t)] = t, name, version(t)
-
-    @contextmanager
-    def entering(self, model: nn.Module) -> Iterator[None]:
-        """A context for a forward of ``model``: the tensors of the batch and the buffers get their names."""
-        self.tensors = dict(tensors_of_model(model)) if self.names_tensors else {}
-        for name, t in self.tensors.items():
-            self.give_name(t, self.buffer(name))
-        # Registered last, so that it sees the casts of mixed precision.
-        handle = model.register_forward_pre_hook(self._entered, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _entered(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        for i, t in enumerate(tensors_in((args, kwargs))):
-            self.give_name(t, self.leaf(i, t))
-
-    def _forget_memory_of(self, written: Any) -> None:
-        """Removes the names of other tensors in a memory to which autograd does not count a write."""
-        if not isinstance(written, Tensor) or not _has_memory(written):
-            return
-        memory = storage_of(written)
-        for key, (t, *_) in list(self._names.items()):
-            if t is not written and _has_memory(t) and storage_of(t) == memory:
-                del self._names[key]
-
-    # --- functions --------------------------------------------------------------------------------------------------
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func == SET_DATA:
-            self._names.pop(id(args[0]), None)
-        if is_fact(func):
-            return func(*args, **kwargs)
-        result = self._named(func, args, kwargs)
-        if self._silent and args and writes(func, args, kwargs):
-            self._forget_memory_of(args[0])
-        self._silent = self._silent or func == GET_DATA
-        return result
-
-    def _named(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function that is no fact. Its results get names, if they depend on the batch alone."""
-        tensors = [x for x in _shallow(args, kwargs) if isinstance(x, Tensor)]
-        names = [self.name(t) for t in tensors]
-        if is_random(func) or (tensors and not any(names)):
-            return self.apart(func, args, kwargs, tensors)
-        if all(names):
-            return self.known(func, args, kwargs, tensors)
-        if func in _BY_ANOTHER and len(args) == 2 and not kwargs and len(tensors) == 2 and names[0] is not None:
-            by, fact = _BY_ANOTHER[func]
-            return self._follow(by, (args[0], fact(args[1])), {}, self.by_another(func, args, by, fact))
-        return self.met(func, args, kwargs, tensors, names)
-
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Names the results of a call whose arguments all have names."""
-        is_write = bool(args) and isinstance(args[0], Tensor) and writes(func, args, kwargs)
-        outputs = [args[0]] if is_write else pytree.tree_leaves(result)
-        if kwargs.get("out") is not None:  # a replay would write to the tensor of the recording
-            return result
-        if not outputs or not all(isinstance(t, Tensor) and not t.is_meta for t in outputs):
-            return result
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        # Not ``self.name``: an argument that was just written has another version, and its old name counts here.
-        flat = [self._names[id(x)][1] if isinstance(x, Tensor) else x for x in flat]
-        try:
-            signature = func, tuple(map(token, flat)), spec
-            step = self.step(signature, func, flat, spec, len(outputs), is_write)
-        except TypeError:  # a constant that cannot be hashed
-            return result
-        if step is not None:
-            for t, name in zip(outputs, step.outputs, strict=True):
-                self.give_name(t, name)
-        return result
-
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """A context for a forward. When a checkpoint recomputes a segment, its arguments get the same names again."""
-        with self, self.entering(model), recomputations(self._again):
-            yield
-
-    def _again(self, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
-        """A handler for ``recomputations``: the recomputed segment runs under this mode, its arguments have their names."""
-        names = [self.name(x) for x in args]
-
-        def again(*arguments: Any, **named: Any) -> Any:
-            for x, name in zip(arguments, names, strict=False):
-                self.give_name(x, name)
-            with self:
-                return function(*arguments, **named)
-
-        return again, args
+        super().__init__(Tape(leaves))
+        self.used: list[Name] = []
+        self.in_products: set[Name] = set()
+        self.as_numbers: set[Name] = set()
+        self.uncounted_lines: list[str] = []
 
     @property
-    def names_tensors(self) -> bool:
-        """Whether tensors of the model need names."""
-        return bool(self.tape.buffers)
+    def names_model_tensors(self) -> bool:
+        """See ``NameTracker``."""
+        return True
 
-    # --- for subclasses ---------------------------------------------------------------------------------------------
+    def leaf_name(self, i: int, t: Tensor) -> Name | None:
+        """See ``NameTracker``. Also notes the dtype in which the model sees the tensor."""
+        if t.is_floating_point():
+            self.tape.types[i] = t.dtype
+        return None if t.is_meta else Name(i)
 
-    def leaf(self, i: int, t: Tensor) -> Name | None:
-        """The name of tensor number i of the batch, as the model sees it."""
-        return Name(i)
+    def buffer_name(self, path: str) -> Name | None:
+        """See ``NameTracker``."""
+        return self.tape.buffer_name(path)
 
-    def buffer(self, name: str) -> Name | None:
-        """The name of a buffer."""
-        return self.tape.buffers.get(name)
+    def operation_for(
+        self, signature: Any, func: Any, flat: Any, spec: Any, outputs: int, is_write: bool
+    ) -> Operation | None:
+        """See ``NameTracker``. A new operation becomes a part of the tape."""
+        may_sum = getattr(func, "__name__", "") in _SUMS
+        # Ranks identify sums by their lines, without the folder, which may differ between machines.
+        line = os.path.basename(model_line()) if may_sum else ""
+        return self.tape.add(signature, func, flat, spec, outputs, writes=is_write, line=line)
 
-    def step(
-        self, signature: Any, func: Any, flat: Sequence[Any], spec: Any, outputs: int, is_write: bool
-    ) -> Step | None:
-        """The step for a call whose arguments all have names; None if it is not needed."""
-        return self.tape.known.get(signature)
-
-    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """A call in which all tensors have names: its results get names too."""
-        return self._follow(func, args, kwargs, func(*args, **kwargs))
-
-    def by_another(self, func: Any, args: tuple[Any, ...], by: Any, fact: Callable[[Tensor], Any]) -> Any:
-        """A call for which only the dtype or shape of the second tensor counts, which has no name."""
-        return func(*args)
-
-    def met(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], names: list[Name | None]
+    def on_call_like_another(
+        self, func: Any, args: tuple[Any, ...], simpler: Any, fact: Callable[[Tensor], Any]
     ) -> Any:
-        """A call in which some tensors have names and some have not."""
+        """See ``NameTracker``. The other tensor is on meta; the result must have the values of the first."""
+        return simpler(args[0], fact(args[1]))
+
+    def on_mean(self, count: Name | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``CountTracker``."""
+        assert count is not None
+        self.used.append(count)
         return func(*args, **kwargs)
 
-    def apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """A call in which no tensor has a name, or that draws random numbers."""
+    def on_product(
+        self, name: Name, at: int, divides: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See ``CountTracker``."""
+        self.used.append(name)
+        self.in_products.add(name)
+        return func(*args, **kwargs)
+
+    def number_for(self, name: Name, number: Tensor) -> Tensor:
+        """See ``CountTracker``."""
+        self.used.append(name)
+        self.as_numbers.add(name)
+        return number
+
+    def on_uncounted_mean(
+        self, target: Tensor, ignore_index: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See ``CountTracker``."""
+        self.uncounted_lines.append(model_line() or "an unknown line")
         return func(*args, **kwargs)
 
 
-def tensors_of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) for each buffer, and for each tensor that is a plain attribute of a module."""
-    yield from model.named_buffers()
-    for path, module in model.named_modules():
-        for key, x in vars(module).items():
-            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and not x.is_meta:
-                yield f"{path}.{key}" if path else key, x
+_SUMS = frozenset(["sum", "count_nonzero", "mean", label_count.__name__, element_count.__name__])
 
 
-def _has_memory(t: Tensor) -> bool:
-    """Whether a tensor is plain and strided, with real memory."""
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_meta
+@dataclass(frozen=True)
+class LabelProgram:
+    """The counts of its batch that a forward uses.
+
+    Attributes:
+        sums: name of a sum over rows → its identity, by which all ranks know it.
+        from_sums: names that depend on a sum over rows, by which something is divided or multiplied.
+        batch_means: names of means of the batch alone (a sum over rows divided by another) that are used together with tensors
+            that do not depend on the batch alone.
+        batch_numbers: names of numbers in the batch itself, shared by all rows, by which something is divided.
+        uncounted_lines: the lines of means over labels whose count is not known.
+        error: the error that ended the recording; empty if there was none.
+    """
+
+    tape: Tape
+    sums: Mapping[Name, SumId] = field(default_factory=dict)
+    from_sums: frozenset[Name] = frozenset()
+    batch_means: frozenset[Name] = frozenset()
+    batch_numbers: frozenset[Name] = frozenset()
+    uncounted_lines: tuple[str, ...] = ()
+    error: str = ""
+
+    def is_like(self, other: LabelProgram) -> bool:
+        """Whether both have the same counts and uses. (Sizes of their batches do not count.)"""
+        return self.tape.is_like(other.tape) and all(
+            getattr(self, attribute) == getattr(other, attribute)
+            for attribute in ("sums", "from_sums", "batch_means", "batch_numbers", "uncounted_lines", "error")
+        )
+
+    @property
+    def has_other_uses(self) -> bool:
+        """Whether the forward uses counts other than in means over labels and elements."""
+        return bool(self.from_sums or self.batch_means or self.batch_numbers)
+
+    @property
+    def uses_counts(self) -> bool:
+        """Whether the forward uses counts at all."""
+        return bool(self.sums or self.has_other_uses or self.uncounted_lines)
 
 
-def _shallow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments of a call, including the items of lists and tuples."""
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, (list, tuple)):
-            yield from pytree.tree_leaves(x)
-        else:
-            yield x
+def program_of(recorder: CountRecorder, shapes: Shapes, leaves: int) -> LabelProgram:
+    """The program of a recording: finds the sums over rows. Drops the operations that it does not need from the tape.
 
+    Args:
+        leaves: the number of tensors in the batch.
+    """
+    tape = recorder.tape
+    tape.drop_all_but(set(recorder.used))
+    names_with_rows: dict[Name, bool] = {}  # whether a dim grows with the number of rows
+    sums: dict[Name, SumId] = {}
+    from_sums = set[Name]()  # sums over rows, and names that depend on them
+    unknown = set[Name]()  # names whose values for all rows do not follow from the sums of pieces
+    means = set[Name]()  # sums divided by sums, and names that depend on these alone: they do not grow with rows
+    sums_on_line = Counter[str]()
 
-def token(x: Any) -> Any:
-    """A constant of a step as a part of its signature: hashable, and equal in every precision and on every device."""
-    if isinstance(x, slice):
-        return slice, x.start, x.stop, x.step
-    if isinstance(x, torch.device):
-        return torch.device
-    if isinstance(x, torch.dtype) and x.is_floating_point:
-        return torch.dtype
-    hash(x)
-    return type(x), x
+    def has_rows(name: Name) -> bool:
+        if name not in names_with_rows:
+            once, twice = shapes(name)
+            maker = tape.maker(name)
+            is_empty = not once.numel() and maker is not None and any(map(has_rows, maker.inputs))
+            names_with_rows[name] = once != twice or is_empty
+        return names_with_rows[name]
+
+    for operation in tape.operations:
+        inputs, outputs = operation.inputs, set(operation.outputs)
+        from_unknown = bool(unknown.intersection(inputs))
+        over_rows = any(map(has_rows, inputs)) and not any(map(has_rows, operation.outputs))
+        if over_rows and operation.line and not from_unknown and not from_sums.intersection(inputs):
+            (name,) = outputs
+            sums[name] = operation.line, sums_on_line[operation.line], shapes(name)[0].numel()
+            sums_on_line[operation.line] += 1
+            from_sums |= outputs
+        elif over_rows or from_unknown:
+            # A maximum over rows, or a sum of terms that were divided by a sum: not known from the values of pieces.
+            unknown |= outputs
+        elif from_sums.intersection(inputs):
+            from_sums |= outputs
+            divides_sums = is_quotient(operation.function) and len(inputs) == 2 and from_sums.issuperset(inputs)
+            if divides_sums or means.issuperset(inputs):
+                means |= outputs
+    scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
+    complete = from_sums - unknown
+    batch_means = frozenset(complete & means & recorder.as_numbers)
+    in_products = frozenset(complete & recorder.in_products)
+    needed = (complete - recorder.as_numbers) | in_products | batch_means | scalars
+    tape.drop_all_but(needed.intersection(recorder.used))
+    return LabelProgram(
+        tape,
+        sums={name: sum_id for name, sum_id in sums.items() if tape.maker(name) is not None},
+        from_sums=in_products,
+        batch_means=batch_means,
+        batch_numbers=scalars & recorder.in_products,
+        uncounted_lines=tuple(dict.fromkeys(recorder.uncounted_lines)),
+    )

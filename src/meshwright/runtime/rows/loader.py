@@ -16,7 +16,12 @@ from meshwright.private import pytree
 
 
 class Row(NamedTuple):
-    """A row: its epoch, its number in the dataset. ``shape_only``: it only shows the shape of a share without rows."""
+    """A row to read.
+
+    Attributes:
+        number: its number in the dataset.
+        shape_only: whether only its shape is needed: the batch has no row for this rank, and gets tensors with 0 rows.
+    """
 
     epoch: int
     number: int
@@ -25,7 +30,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads the rows of each share and collates them, in the order of the shares.
+    """Reads the rows of each batch and collates them, in the order of the batches.
 
     Random numbers that a dataset draws for a row, from torch's, Python's or NumPy's generators, depend on the seed, the epoch
     and the row alone: they are the same in every layout, for any number of workers, and after a resume.
@@ -42,16 +47,16 @@ class Loader:
     num_workers: int
     pinned: bool
 
-    def __call__(self, shares: Iterable[list[Row]]) -> Iterator[Any]:
-        """A batch for each share. Raises RuntimeError if a reading process dies."""
-        rows = _Rows(self.dataset, self.seed)
+    def __call__(self, rows_of_batches: Iterable[list[Row]]) -> Iterator[Any]:
+        """Reads batches, each with the given rows. Raises RuntimeError if a reading process dies."""
+        rows = _SeededRows(self.dataset, self.seed)
         if not self.num_workers:
-            return (_collated(rows.read_here(share)) for share in shares)
+            return (_collated(rows.read_here(batch)) for batch in rows_of_batches)
         # With its own generator: the loader draws a seed for its processes, which would take a number of the model's.
         return iter(
             DataLoader(
                 rows,
-                batch_sampler=shares,
+                batch_sampler=rows_of_batches,
                 num_workers=self.num_workers,
                 collate_fn=_collated,
                 pin_memory=self.pinned,
@@ -60,8 +65,8 @@ class Loader:
         )
 
 
-class _Rows(Dataset[Any]):
-    """A dataset that is indexed by ``Row``s, and seeds the generators for each."""
+class _SeededRows(Dataset[Any]):
+    """A dataset that is indexed by ``Row`` s. Seeds the generators before it reads a row."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed, self._random = dataset, seed, Generators(torch.device("cpu"))
@@ -71,14 +76,14 @@ class _Rows(Dataset[Any]):
         item = self._dataset[row.number]
         return _ShapeOnly(item) if row.shape_only else item
 
-    def read_here(self, share: list[Row]) -> list[Any]:
-        """The rows of a share, read in this process; its generators, which the model uses too, are restored."""
+    def read_here(self, rows: list[Row]) -> list[Any]:
+        """Reads rows in this process, and restores its generators, which the model uses too."""
         with self._random.kept():
-            return [self[row] for row in share]
+            return [self[row] for row in rows]
 
 
 class _ShapeOnly(NamedTuple):
-    """A row that only shows the shape of a share without rows."""
+    """A row of which only the shape is needed."""
 
     row: Any
 

@@ -1,4 +1,4 @@
-"""The loss of a model's output: the default, and a check of a person's own."""
+"""The loss of a model's output: the default, and checks of a loss that a person passes."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def check_loss(loss: Loss) -> None:
 
 
 def one_number(loss: Tensor) -> Tensor:
-    """A loss without dims. One of a single element in dims, of which torch takes gradients, too, is that number.
+    """A loss as a tensor without dims. A loss of a single element may have dims, as torch computes gradients of it, too.
 
     Raises:
-        PlanError: it has several elements, of which torch takes none, or no elements.
+        PlanError: the loss has several elements or none: torch computes no gradients of it.
     """
     if not isinstance(loss, Tensor) or not loss.dim():
         return loss

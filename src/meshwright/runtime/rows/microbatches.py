@@ -1,4 +1,4 @@
-"""One step: forward and backward over all microbatches, the mean over the global batch.
+"""The rows of a step: a rank's microbatches, with the weight of each in the mean over the global batch.
 
     rows of this rank ── split ──► microbatches, each: forward, loss · weight, backward
                                                    weight = its rows / rows of all ranks
@@ -30,10 +30,11 @@ from meshwright.runtime.rows.batch import (
     tensors_in,
     with_host,
     with_shared,
-    written,
+    written_tensors,
 )
-from meshwright.runtime.rows.label_counter import Counted, LabelCounter, Slot
-from meshwright.runtime.rows.loss_weights import MEAN, SUM, Share
+from meshwright.runtime.rows.label_counter import LabelCounter, LabelCounts
+from meshwright.runtime.rows.label_program import SumId
+from meshwright.runtime.rows.loss_weights import MEAN, SUM, MeanFactors
 from meshwright.submesh import bounds
 from meshwright.watch.timer import CommunicationTimer
 
@@ -42,11 +43,11 @@ from meshwright.watch.timer import CommunicationTimer
 BACKWARD = python_body(torch.autograd.backward) or torch.autograd.backward
 
 
-class Noticed(Exception):
+class NoticeError(Exception):
     """Some rank has a problem to report instead of rows. Raised on every rank."""
 
 
-def called(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """Calls a model with a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -79,19 +80,20 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def rows_of_rank(batch: Any, recipe: Recipe, rank: int) -> Any:
-    """The rows of a rank, in the same memory. ``batch``: the rows of all data ranks; numbers of rows differ by at most one."""
+    """The rows of a rank, in the memory of ``batch``, which has the rows of all data ranks. Numbers of rows differ by at most
+    one."""
     batch = with_shared(plain(batch), recipe.shared_inputs)
     return take_rows(batch, *bounds(rows_of(batch), recipe.mesh.data_size)[recipe.mesh.data_index(rank)])
 
 
 def _rows(t: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of a tensor, in its memory. To autograd they are no view of it, so that a write of a forward to some rows is not
-    part of the graph of other rows."""
+    """Rows of a tensor, in its memory. They are no view to autograd: a write of a forward to some rows must not be a part of
+    the graph of other rows."""
     rows, host = t[start:stop] if t.requires_grad else t[start:stop].detach(), host_of(t)
     return rows if host is None or host is t else with_host(rows, host[start:stop])
 
 
-def microbatches(batch: Any, pieces: int) -> Iterator[Any]:
+def split_batch(batch: Any, pieces: int) -> Iterator[Any]:
     """The pieces of a batch. Rows are in the batch's memory. Tensors without rows are copied for each piece except the last.
 
     So each piece finds the original values there, as all rows do on one device, and the caller sees a write to them once.
@@ -108,160 +110,174 @@ def _with_copies(batch: Any, rows: int, start: int, stop: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Microbatches:
     """The rows that a rank runs in a step.
 
     Attributes:
         batches: the microbatches.
-        scale: the weight of each microbatch in the mean.
-        shares: for each microbatch how to scale its means, if the weight is not enough; else None.
-        gathered: if there is one microbatch with the rows of all data ranks: where this rank's rows begin in it.
+        weights: the weight of each microbatch in the mean.
+        factors: for each microbatch the factors for its means, if the weight is not enough; else None.
+        first_row: where this rank's rows begin, if there is one microbatch with the rows of all data ranks; else None.
         copies: the number of data ranks that run the same rows. Each has the gradients of one device, not a share of them, so
             that hooks on gradients work as on one device.
     """
 
     batches: list[Any]
-    scale: list[float]
-    shares: list[Share | None]
-    gathered: int | None = None
+    weights: list[float]
+    factors: list[MeanFactors | None]
+    first_row: int | None = None
     copies: int = 1
 
 
-def weights(
-    pieces: list[Any],
+def weigh_microbatches(
+    batches: list[Any],
     counter: LabelCounter | None,
     copies: int,
     *,
-    among: Groups | None,
+    groups: Groups | None,
     way: str = MEAN,
-    waiting: CommunicationTimer | None = None,
+    timer: CommunicationTimer | None = None,
     stand_in: Any = None,
     notice: bool = False,
-) -> tuple[list[float], list[Share | None]]:
-    """(the weight of each microbatch's loss, for each how to scale its means or None if the weight is enough).
+) -> tuple[list[float], list[MeanFactors | None]]:
+    """Weighs the losses of microbatches, so that they add up to the loss of the batch. Collective, if there are ``groups``.
 
     Rows are counted on the host. Labels are counted where they are; if that is a device, their sums stay there, and the host
     reads no number.
 
     Args:
-        pieces: the microbatches of this rank.
+        batches: the microbatches of this rank.
         counter: counts labels; None: weights by rows alone.
         copies: the number of ranks that have the same rows.
-        among: all ranks, over which it is collective; None: only the pieces of this rank count.
-        way: how the losses of pieces make the loss of the batch (runtime/rows/loss_weights.py).
-        waiting: measures the time in collectives.
-        stand_in: the row that runs for a piece without rows. Its weight is 0, and it has the divisors of the others: its own
-            mask may be empty, and 0/0 has no finite gradient.
-        notice: whether this rank has a problem to report, and no pieces.
+        groups: of all ranks, whose rows and labels count; None: only the microbatches of this rank count.
+        way: how the losses combine into the loss of the batch (runtime/rows/loss_weights.py).
+        timer: measures the time in collectives.
+        stand_in: the row that runs for a microbatch without rows. Its weight is 0, and it has the divisors of the others: its
+            own mask may be empty, and 0/0 has no finite gradient.
+        notice: whether this rank has a problem to report, and no microbatches.
+
+    Returns:
+        (the weight of each microbatch's loss; for each the factors for its means, or None if the weight is enough).
 
     Raises:
-        Noticed: some rank has a problem.
+        NoticeError: some rank has a problem.
     """
-    sizes = [rows_of(p) for p in pieces]
-    counted = [counter.counted(p, n) if counter is not None and n else None for p, n in zip(pieces, sizes, strict=True)]
-    counts = [c for c in counted if c is not None]
-    if among is None or counter is None:
-        slots = tuple(sorted({slot for c in counts for slot in c.sums}))
-        rows, totals = _totals(sum(sizes), counts, slots, among, waiting, notice)
+    sizes = [rows_of(batch) for batch in batches]
+    counts_or_none = [
+        counter.count(batch, rows) if counter is not None and rows else None
+        for batch, rows in zip(batches, sizes, strict=True)
+    ]
+    counts = [c for c in counts_or_none if c is not None]
+    if groups is None or counter is None:
+        sum_ids = tuple(sorted({sum_id for c in counts for sum_id in c.sums}))
+        all_rows, totals = _totals(sum(sizes), counts, sum_ids, groups, timer, notice)
     else:
-        rows, totals = _totals_of_all(sum(sizes), counts, counter, among, waiting, notice)
-    all_rows = rows if among is None else rows / copies
-    totals = totals if among is None else {slot: total / copies for slot, total in totals.items()}
-    scale, shares = [], []
-    for size, count in zip(sizes, counted, strict=True):
-        weight = size / all_rows
-        if not size and counter is not None and stand_in is not None:
-            count = counter.counted(stand_in, 1)
-            count = count if totals.keys() >= set(count.program.slots.values()) else None
-        scale.append(weight if way != SUM else float(weight > 0))
-        share = None if count is None or not count.program.matters else Share(count, totals, all_rows, weight, way)
-        shares.append(None if share is None or share.even else share)
-    return scale, shares
+        all_rows, totals = _totals_of_all(sum(sizes), counts, counter, groups, timer, notice)
+    if groups is not None:  # the sums have each row ``copies`` times
+        all_rows, totals = all_rows / copies, {sum_id: total / copies for sum_id, total in totals.items()}
+    weights: list[float] = []
+    factors: list[MeanFactors | None] = []
+    for rows, count in zip(sizes, counts_or_none, strict=True):
+        weight = rows / all_rows
+        if not rows and counter is not None and stand_in is not None:
+            count = counter.count(stand_in, 1)
+            count = count if totals.keys() >= set(count.program.sums.values()) else None
+        weights.append(weight if way != SUM else float(weight > 0))
+        mean_factors = None
+        if count is not None and count.program.uses_counts:
+            mean_factors = MeanFactors(count, totals, all_rows, weight, way)
+        factors.append(None if mean_factors is None or mean_factors.are_all_one else mean_factors)
+    return weights, factors
 
 
 def _totals_of_all(
     rows: int,
-    counted: list[Counted],
+    counts: list[LabelCounts],
     counter: LabelCounter,
-    among: Groups,
-    waiting: CommunicationTimer | None,
+    groups: Groups,
+    timer: CommunicationTimer | None,
     notice: bool,
-) -> tuple[float, dict[Slot, Tensor]]:
-    """(number of all rows, slot → sum over all ranks), also if ranks know different slots."""
-    rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting, notice)
-    if totals is None:  # some rank has slots that not all ranks know
+) -> tuple[float, dict[SumId, Tensor]]:
+    """(number of all rows, identity of a sum → its total over all ranks), also if ranks know different sums. Collective."""
+    all_rows, totals = _totals(rows, counts, counter.common_sums, groups, timer, notice)
+    if totals is None:  # some rank has sums that not all ranks know
         everywhere: list[Any] = [None] * dist.get_world_size()
-        own_slots = sorted({slot for c in counted for slot in c.sums})
-        dist.all_gather_object(everywhere, own_slots, group=among.hosts[""])
-        counter.slots = tuple(sorted({slot for slots in everywhere for slot in map(_as_slot, slots)}))
-        rows_of_all, totals = _totals(rows, counted, counter.slots, among, waiting)
+        sum_ids = sorted({sum_id for c in counts for sum_id in c.sums})
+        dist.all_gather_object(everywhere, sum_ids, group=groups.hosts[""])
+        counter.common_sums = tuple(sorted({sum_id for ids in everywhere for sum_id in map(_as_sum_id, ids)}))
+        all_rows, totals = _totals(rows, counts, counter.common_sums, groups, timer)
         assert totals is not None
-    return rows_of_all, totals
+    return all_rows, totals
 
 
 def _totals(
     rows: int,
-    counted: list[Counted],
-    slots: Sequence[Slot],
-    among: Groups | None,
-    waiting: CommunicationTimer | None,
+    counts: list[LabelCounts],
+    sum_ids: Sequence[SumId],
+    groups: Groups | None,
+    timer: CommunicationTimer | None,
     notice: bool = False,
 ) -> tuple[float, Any]:
-    """(number of rows of all ranks, slot → its sum over all pieces of all ranks); None instead of the sums if a rank has other
-    slots. Raises Noticed if a rank has a problem.
+    """Adds up rows and sums over all microbatches of all ranks.
 
-    Counts on hosts are summed between hosts, together with the rows. If a rank counted on its device, sums are on devices.
+    Sums on hosts are added up between hosts, together with the rows. If a rank counted on its device, totals are on devices.
+
+    Returns:
+        (number of rows, identity of a sum → its total); None in place of the totals if a rank has other sums.
+
+    Raises:
+        NoticeError: some rank has a problem.
     """
     host = _HOST
-    devices = (value.device for c in counted for value in c.sums.values() if value.device.type != "cpu")
-    device = among.device if among is not None else next(devices, host)
-    sums, has_other_slots, uses_device = _sums_of_rank(counted, slots, device)
-    head = torch.tensor([rows, has_other_slots, uses_device, notice], dtype=torch.float64, device=host)
-    if among is not None:
-        with waiting.on(between_hosts=True) if waiting is not None else nullcontext():
-            among.sum([head, *sums[host]])
+    devices = (value.device for c in counts for value in c.sums.values() if value.device.type != "cpu")
+    device = groups.device if groups is not None else next(devices, host)
+    sums, has_other_sums, uses_device = _sums_of_rank(counts, sum_ids, device)
+    head = torch.tensor([rows, has_other_sums, uses_device, notice], dtype=torch.float64, device=host)
+    if groups is not None:
+        with timer.on(between_hosts=True) if timer is not None else nullcontext():
+            groups.sum([head, *sums[host]])
     all_rows, some_unknown, on_devices, some_notice = head.tolist()
     if some_notice:
-        raise Noticed
-    if on_devices and among is not None:
-        among.sum(sums[device])
+        raise NoticeError
+    if on_devices and groups is not None:
+        groups.sum(sums[device])
     if some_unknown:
         return all_rows, None
     if on_devices and device != host:
         return all_rows, {
-            slot: on_device + on_host.to(device, non_blocking=True)
-            for slot, on_host, on_device in zip(slots, sums[host], sums[device], strict=True)
+            sum_id: on_device + on_host.to(device, non_blocking=True)
+            for sum_id, on_host, on_device in zip(sum_ids, sums[host], sums[device], strict=True)
         }
-    return all_rows, dict(zip(slots, sums[host], strict=True))
+    return all_rows, dict(zip(sum_ids, sums[host], strict=True))
 
 
 def _sums_of_rank(
-    counted: list[Counted], slots: Sequence[Slot], device: torch.device
+    counts: list[LabelCounts], sum_ids: Sequence[SumId], device: torch.device
 ) -> tuple[dict[torch.device, list[Tensor]], bool, bool]:
-    """The counts of this rank's pieces, added up where they are.
+    """The sums of this rank's microbatches, added up on the host or device where they are.
 
     Returns:
-        ({host or device: the sum of each slot there}, whether pieces have other slots, whether some counts are on the device).
+        ({host or device: each sum there}, whether microbatches have other sums, whether some sums are on the device).
     """
-    sums = {at: [torch.zeros(size, dtype=torch.float64, device=at) for _, _, size in slots] for at in (_HOST, device)}
-    numbers = {slot: i for i, slot in enumerate(slots)}
-    has_other_slots = uses_device = False
-    for slot, value in (item for c in counted for item in c.sums.items()):
-        if slot not in numbers:
-            has_other_slots = True
+    sums = {at: [torch.zeros(size, dtype=torch.float64, device=at) for _, _, size in sum_ids] for at in (_HOST, device)}
+    indices = {sum_id: i for i, sum_id in enumerate(sum_ids)}
+    has_other_sums = uses_device = False
+    for sum_id, value in (item for c in counts for item in c.sums.items()):
+        if sum_id not in indices:
+            has_other_sums = True
             continue
         at = _HOST if value.device.type == "cpu" else device
         uses_device = uses_device or at != _HOST
-        sums[at][numbers[slot]] += value.flatten()
-    return sums, has_other_slots, uses_device
+        sums[at][indices[sum_id]] += value.flatten()
+    return sums, has_other_sums, uses_device
 
 
 _HOST = torch.device("cpu")
 
 
-def _as_slot(slot: Any) -> Slot:
-    line, before, size = slot
-    return line, before, size
+def _as_sum_id(received: Any) -> SumId:
+    line, sums_before, size = received
+    return line, sums_before, size
 
 
 def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> tuple[Any, int]:
@@ -275,7 +291,7 @@ def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGr
         (the batch in new memory, the index of this rank's first row in it).
 
     Raises:
-        Noticed: some rank has a problem. A rank that learns of it on one axis passes it on along the next.
+        NoticeError: some rank has a problem. A rank that learns of it on one axis passes it on along the next.
     """
     first = 0
     for group, hosts in groups:
@@ -287,7 +303,7 @@ def gather_rows(batch: Any, groups: list[tuple[dist.ProcessGroup, dist.ProcessGr
         batch = mapped(lambda t, r=rows, s=sizes, g=group: _gathered(t, r, s, g), batch)  # type: ignore[misc]
         first += sum(sizes[: dist.get_rank(group)])
     if batch is None:
-        raise Noticed
+        raise NoticeError
     return batch, first
 
 
@@ -299,12 +315,17 @@ def _rows_of_each(rows: int, group: dist.ProcessGroup) -> list[int]:
 
 
 def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """A tensor of the batch with the rows of all ranks of a group; a copy, if it has no rows. Collective.
+
+    Args:
+        sizes: the number of rows of each rank; ``rows``: of this rank.
+    """
     if not has_rows(t, rows):
         return tensors_in(copied(t))[0]
     padded = torch.cat([t.detach(), t.new_zeros((max(sizes) - rows, *t.shape[1:]))])
-    sent = as_bytes(padded)
-    chunks = [torch.empty_like(sent) for _ in sizes]
-    dist.all_gather(chunks, sent, group=group)
+    padded_bytes = as_bytes(padded)
+    chunks = [torch.empty_like(padded_bytes) for _ in sizes]
+    dist.all_gather(chunks, padded_bytes, group=group)
     return torch.cat([chunk.view(t.dtype).view(padded.shape)[:n] for chunk, n in zip(chunks, sizes, strict=True)])
 
 
@@ -317,7 +338,7 @@ def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: i
         batch: this rank's rows; ``first``: the index of the first of them in ``gathered``.
     """
     local, all_rows, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
-    for i in written(gathered, before):
+    for i in written_tensors(gathered, before):
         value = all_rows[i][first : first + rows] if has_rows(local[i], rows) else all_rows[i]
         if value.data_ptr() != local[i].data_ptr():  # (with one data rank nothing is gathered)
             local[i].copy_(value)

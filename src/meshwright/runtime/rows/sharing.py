@@ -3,8 +3,8 @@
     dim 0 of the sample differs from its number of rows    shared, also in a batch that happens to have that many rows
     dim 0 is equal, but maybe by chance                    the model decides: its forward runs on meta with one row more
 
-It may be by chance for a list of real numbers (class weights, with as many classes as rows), or if another dim of the batch has
-this size too (as many tokens as rows).
+It may be by chance if the tensor is a list of real numbers (class weights, with as many classes as rows), or if another dim of
+the batch has this size too (as many tokens as rows).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from meshwright.runtime.rows.batch import copied, has_rows, mapped, names_in, tensors_in
 from meshwright.runtime.rows.microbatches import rows_of
 
-_MOST_TRIES = 16  # forwards on meta
+_MOST_FORWARDS = 16  # on meta
 
 
 def shared_inputs(batch: Any, runs: Callable[[Any], bool]) -> tuple[str, ...]:
     """The names of the tensors of a sample that all rows share.
 
     Args:
-        runs: a batch → whether the forward runs on its shapes.
+        runs: tells whether the forward runs on the shapes of a batch.
     """
     rows, tensors, names = rows_of(batch), tensors_in(batch), names_in(batch)
     without_rows = [n for n, t in zip(names, tensors, strict=True) if t.dim() and not has_rows(t, rows)]
@@ -37,7 +37,7 @@ def shared_inputs(batch: Any, runs: Callable[[Any], bool]) -> tuple[str, ...]:
         return tuple(without_rows)
     others = [n for n in doubtful if n != next(iter(with_rows))]  # the first tensor with rows defines their number
     subsets = chain.from_iterable(combinations(others, size) for size in range(1, len(others) + 1))
-    for shared in islice(subsets, _MOST_TRIES):
+    for shared in islice(subsets, _MOST_FORWARDS):
         if runs(_one_row_more(batch, rows, shared)):
             return (*without_rows, *shared)
     return tuple(without_rows)
@@ -47,7 +47,7 @@ def _one_row_more(batch: Any, rows: int, shared: Collection[str]) -> Any:
     """The batch with its first row appended, except in the tensors named in ``shared``."""
     names = iter(names_in(batch))
 
-    def more(t: Tensor) -> Tensor:
+    def enlarged(t: Tensor) -> Tensor:
         return torch.cat([t, t[:1]]) if next(names) not in shared and has_rows(t, rows) else t
 
-    return mapped(more, copied(batch))
+    return mapped(enlarged, copied(batch))
