@@ -18,7 +18,8 @@ from meshwright.runtime.apply import _streams
 from meshwright.runtime.branches import streams
 from meshwright.runtime.groups import Groups, backend_of, check_unbound, ensure_world
 from meshwright.runtime.rows.batch import host_of, moved, with_host
-from meshwright.runtime.rows.microbatches import gather_rows, take_rows
+from meshwright.runtime.rows.collectives import gather_rows
+from meshwright.runtime.rows.microbatches import take_rows
 from meshwright.train.loop import together
 from meshwright.watch.location import whereabouts
 from meshwright.watch.timer import CommunicationTimer

@@ -26,12 +26,12 @@ from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pending_numbers import PendingNumbers
 from meshwright.runtime.row_trials import RowTrials
 from meshwright.runtime.rows.batch import copied, form_of, joined, mapped
+from meshwright.runtime.rows.collectives import broadcast_batch, gather_rows
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss_weights import SPLIT, MeanFactors
 from meshwright.runtime.rows.microbatches import (
     Microbatches,
     NoticeError,
-    gather_rows,
     rows_of,
     split_batch,
     take_rows,
@@ -317,7 +317,8 @@ class Division:
         first_not_finite = next(((rank, m) for rank, m, finite in pieces if not finite), None)
         first_finite = next(((rank, m) for rank, m, finite in pieces if finite), None)
         pair = first_not_finite, first_finite
-        rows = [self._rows_of_piece(step.microbatches, *piece) for piece in pair if piece is not None]
+        batches = step.microbatches.batches
+        rows = [broadcast_batch(batches[m], rank, groups) for rank, m in filter(None, pair)]
         both = joined(rows) if len(rows) == 2 else None
         if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
             return
@@ -364,7 +365,7 @@ class Division:
         differing = first_to_differ(everywhere)
         assert differing is not None
         *pair, lines = differing
-        rows = [self._rows_of_piece(microbatches, *piece) for piece in pair]
+        rows = [broadcast_batch(microbatches.batches[m], rank, self._runner.groups) for rank, m in pair]
         both = joined(rows)
         if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0])):
             self._paths.settle(lines)
@@ -372,16 +373,6 @@ class Division:
         raise RowsError(
             f"at {', '.join(lines)} the model acts on values of its rows, and data ranks or microbatches went different ways"
         )
-
-    def _rows_of_piece(self, microbatches: Microbatches, rank: int, microbatch: int) -> Any:
-        """A microbatch of another rank, sent to every rank. Collective."""
-        holder = (
-            [mapped(lambda t: t.detach().cpu(), microbatches.batches[microbatch])]
-            if rank == dist.get_rank()
-            else [None]
-        )
-        dist.broadcast_object_list(holder, src=rank)
-        return mapped(lambda t: t.to(self._device), holder[0])
 
 
 def _refuse_uncounted(factors: list[MeanFactors], ignored: Tensor) -> None:

@@ -21,7 +21,8 @@ from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards,
 from meshwright.runtime.coupling.paths import ReadLog, Reads
 from meshwright.runtime.coupling.row_scaling import line_beyond
 from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
-from meshwright.runtime.rows.batch import joined, tensors_in, with_tensors
+from meshwright.runtime.rows.batch import joined
+from meshwright.runtime.rows.collectives import broadcast_batch
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.microbatches import NoticeError, rows_of, take_rows, weigh_microbatches
 from meshwright.runtime.runner import Runner
@@ -167,9 +168,10 @@ class RowTrials:
         of_each = -(-MOST_ROWS // len(sources))
         if fewest < of_each:
             of_each = MOST_ROWS
-        rows = joined([self._sent(batch, of_each, source) for source in sources])
+        groups = self._runner.groups
+        rows = joined([broadcast_batch(take_rows(batch, 0, of_each), source, groups) for source in sources])
         if rows is None:  # the ranks padded their rows to different lengths
-            rows = self._sent(batch, MOST_ROWS, sources[0])
+            rows = broadcast_batch(take_rows(batch, 0, MOST_ROWS), sources[0], groups)
         return take_rows(rows, 0, MOST_ROWS), fewest
 
     def _first_data_ranks(self) -> list[int]:
@@ -177,14 +179,6 @@ class RowTrials:
         mesh = self._recipe.mesh
         ranks = {mesh.data_index(rank): rank for rank in reversed(range(mesh.size))}
         return [ranks[i] for i in range(min(mesh.data_size, MOST_ROWS))]
-
-    def _sent(self, batch: Any, rows: int, source: int) -> Any:
-        """The first rows of the batch of a rank, on every rank. Collective."""
-        is_source = dist.get_rank() == source
-        sent = [t.detach().cpu().clone() for t in tensors_in(take_rows(batch, 0, rows))] if is_source else None
-        message: list[Any] = [sent]
-        dist.broadcast_object_list(message, src=source, group=self._runner.groups.hosts[""])
-        return with_tensors(batch, message[0])
 
     def forwards(self) -> Forwards:
         """The forwards for a trial."""

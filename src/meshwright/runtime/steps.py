@@ -35,7 +35,8 @@ from meshwright.runtime.rows.batch import (
     with_new_tensors,
     with_shared,
 )
-from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of, write_back
+from meshwright.runtime.rows.collectives import write_back
+from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.runtime.step_notes import is_plain, listed

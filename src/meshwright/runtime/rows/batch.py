@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,20 +190,41 @@ def joined(batches: Sequence[Any]) -> Any:
             results.append(torch.cat(tensors) if has_rows(tensors[0], rows[0]) else tensors[0])
     except RuntimeError:  # sizes of other dims differ
         return None
-    remaining = iter(results)
-    return mapped(lambda _: next(remaining), batches[0])
+    return with_tensors(batches[0], results)
 
 
 def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
-    """A batch of this form with other tensors, in order. Each takes the device of the tensor that it replaces, and its mark as
-    shared by all rows."""
+    """A batch of this form with other tensors, in order."""
     remaining = iter(tensors)
+    return mapped(lambda _: next(remaining), batch)
 
-    def replaced(t: Tensor) -> Tensor:
-        new = moved(next(remaining), t.device).requires_grad_(t.requires_grad)
-        return _marked_shared(new) if getattr(t, "_mw_shared", False) else new
 
-    return mapped(replaced, batch)
+@dataclass(frozen=True)
+class HostTensor:
+    """A tensor of a batch, copied to the host, to send to other ranks.
+
+    Attributes:
+        values: on the host.
+        on_device: whether the tensor was on a device.
+        requires_grad: whether the tensor required gradients.
+        is_shared: whether all rows share the tensor.
+    """
+
+    values: Tensor
+    on_device: bool
+    requires_grad: bool
+    is_shared: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> HostTensor:
+        """A copy of a tensor."""
+        is_shared = getattr(t, "_mw_shared", False)
+        return cls(t.detach().cpu().clone(), t.device.type != "cpu", t.requires_grad, is_shared)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor on the device of another rank; on the host, if it was there. Remembers its host copy."""
+        t = moved(self.values, device if self.on_device else self.values.device).requires_grad_(self.requires_grad)
+        return _marked_shared(t) if self.is_shared else t
 
 
 def copied(batch: Any) -> Any:
