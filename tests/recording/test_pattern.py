@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.recording.assembly import joined
+from meshwright.recording.assembly import assemble
 from meshwright.recording.causes import CAUSES, PAGE
 from meshwright.recording.diagnosis import Facts, grouped
 from meshwright.recording.folder import Seen
@@ -87,13 +87,13 @@ def test_noise_in_a_gradient_that_is_zero_is_the_same() -> None:
     ],
 )
 def test_values_of_several_ranks(parts: list[Tensor], kind: str, note: str) -> None:
-    found = joined([Seen((rank,), part) for rank, part in enumerate(parts)], E, TOLERANCE, SIZES)
+    found = assemble([Seen((rank,), part) for rank, part in enumerate(parts)], E, TOLERANCE, SIZES)
     assert found.pattern.kind == kind and note in found.note
 
 
 def test_the_transpose_of_a_tensor_that_is_no_square() -> None:
     wide = E[:5]
-    assert joined([Seen((0, 1), wide.T)], wide, TOLERANCE, SIZES).pattern.kind == "transposed"
+    assert assemble([Seen((0, 1), wide.T)], wide, TOLERANCE, SIZES).pattern.kind == "transposed"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def _at_once() -> None:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinResult:
     """The result of a join.
 
     Attributes:
@@ -43,7 +43,7 @@ class Exchange(Protocol):
 
     def join(
         self, move: Join, branch_values: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> Joined:
+    ) -> JoinResult:
         """Values of branches become values of the place around. ``branch_values``: those of this rank's branch."""
 
     def keep_for_fork(self, around: int, number: int, t: Tensor) -> None:

@@ -36,7 +36,7 @@ class LocalParameter:
         name: its first name on one device.
         aliases: its other names, if it is tied.
         parameter: as the optimizer has it.
-        shape: of the whole parameter.
+        shape: of the full parameter.
         slices: the part that this rank holds.
     """
 
@@ -57,19 +57,20 @@ class LocalParameter:
     def state(self, key: str, value: Tensor) -> Piece | None:
         """The piece of a tensor of the optimizer's state.
 
-        A tensor with the shape of the local parameter is sharded like it. A tensor without dims, or any tensor if this rank
-        holds the whole parameter, is whole. None for other shapes: nobody knows which part of which tensor they are.
+        A tensor with the shape of the local parameter is sharded as the parameter is. A tensor without dims is a full tensor.
+        So is any tensor, if this rank holds the full parameter. None for other shapes: nobody knows of which tensor they are a
+        part.
         """
         name, local = f"optimizer.state.{self.name}.{key}", local_tensor(value).detach()
         if local.dim() == 0 and not isinstance(value, DTensor):
-            return Piece.whole(name, local)
+            return Piece.of_full_tensor(name, local)
         if local.shape == local_tensor(self.parameter).shape:
             return Piece(name, self.shape, local, self.slices)
-        return Piece.whole(name, local) if self.is_whole else None
+        return Piece.of_full_tensor(name, local) if self.is_full else None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds the whole parameter."""
+    def is_full(self) -> bool:
+        """Whether this rank holds the full parameter."""
         return tuple(local_tensor(self.parameter).shape) == self.shape
 
 
@@ -92,7 +93,7 @@ class Contents:
         yield from (parameter.piece() for parameter in self.parameters)
         for name, module, key, saves in self.buffers:
             if saves:
-                yield Piece.whole(f"model.{name}", getattr(module, key).detach())
+                yield Piece.of_full_tensor(f"model.{name}", getattr(module, key).detach())
 
 
 def of_job(model: ShardedModel) -> Contents:
@@ -116,7 +117,7 @@ def of_module(module: nn.Module) -> Contents:
     parameters = []
     for _, p in module.named_parameters():
         first, *aliases = names[id(p)]
-        piece = Piece.whole(first, p)
+        piece = Piece.of_full_tensor(first, p)
         parameters.append(LocalParameter(first, tuple(aliases), p, piece.shape, piece.slices))
     buffers = tuple((name, owner, key, True) for name, owner, key in _buffers(module))
     return Contents(tuple(parameters), buffers, _extra(module))

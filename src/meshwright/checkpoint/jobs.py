@@ -165,7 +165,7 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
         for original, (groups, scalars) in zip(originals, copies.pop("optimizer"), strict=True)
     ]
     states = [piece for optimizer in optimizer_contents for piece in optimizer.pieces]
-    random = [Piece.whole(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()]
+    random = [Piece.of_full_tensor(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()]
     pieces = [*contents.pieces(), *states, *random]
     texts = files(owner.module, owner.recipe)
     return Snapshot(pieces, optimizer_contents, copies, texts, {**about(), **owner.layout()})
@@ -332,7 +332,10 @@ def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:
     prefix = f"rng.{source}."
     for name in stored.metadata.state_dict_metadata:
         if name.startswith(prefix) and (saved := stored.tensor(name)) is not None:
-            yield name.removeprefix(prefix), Piece.whole(name, torch.empty(saved.size, dtype=saved.properties.dtype))
+            yield (
+                name.removeprefix(prefix),
+                Piece.of_full_tensor(name, torch.empty(saved.size, dtype=saved.properties.dtype)),
+            )
 
 
 def _restore_generators(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str, ...]:

@@ -4,13 +4,13 @@
 convert a folder's tensors for a model (stack experts into one tensor, split a fused tensor into three), and a rank still reads
 its own slices only:
 
-    FromFile    a tensor of a safetensors file
-    InMemory    a tensor that has been read already
-    Joined      torch.cat
-    Stacked     torch.stack
-    Part        an interval of one dim: torch.chunk, torch.split
-    Swapped     torch.transpose
-    Squeezed    a tensor without one of its dims, of size 1
+    FromFile        a tensor of a safetensors file
+    InMemory        a tensor that has been read already
+    Concatenated    torch.cat
+    Stacked         torch.stack
+    Part            an interval of one dim: torch.chunk, torch.split
+    Swapped         torch.transpose
+    Squeezed        a tensor without one of its dims, of size 1
 
 Any other function reads the full tensor.
 """
@@ -110,7 +110,7 @@ class FromFile(LazyTensor):
         out.copy_(self._file_slice[tuple(slice(*interval) for interval in box) or ...])
 
 
-class Joined(LazyTensor):
+class Concatenated(LazyTensor):
     """Lazy tensors, concatenated along a dim."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
@@ -231,7 +231,7 @@ def _as_lazy(values: Sequence[Any]) -> list[LazyTensor]:
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:
-    return Joined(_as_lazy(tensors), dim % tensors[0].ndim)
+    return Concatenated(_as_lazy(tensors), dim % tensors[0].ndim)
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyTensor:

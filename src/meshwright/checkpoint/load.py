@@ -210,7 +210,7 @@ def model_pieces(stored: Stored, contents: Contents) -> tuple[list[Piece], dict[
         if getattr(module, key).shape != saved.size:  # a forward may assign a buffer of another shape
             setattr(module, key, getattr(module, key).new_empty(saved.size))
         if not getattr(module, key).is_meta:
-            pieces.append(Piece.whole(f"model.{name}", getattr(module, key).detach()))
+            pieces.append(Piece.of_full_tensor(f"model.{name}", getattr(module, key).detach()))
     return pieces, names
 
 
@@ -305,7 +305,7 @@ def _allocated(parameter: LocalParameter, key: str, saved: TensorStorageMetadata
         return torch.empty_like(parameter.parameter.detach(), dtype=dtype)
     if not saved.size:
         return torch.empty((), dtype=dtype)
-    if parameter.is_whole:
+    if parameter.is_full:
         return torch.empty(saved.size, dtype=dtype, device=parameter.parameter.device)
     return None
 

@@ -57,8 +57,8 @@ class Piece:
     slices: Slices
 
     @classmethod
-    def whole(cls, name: str, value: Tensor) -> Piece:
-        """The piece of a tensor that this rank holds completely."""
+    def of_full_tensor(cls, name: str, value: Tensor) -> Piece:
+        """The piece of a tensor that this rank holds in full."""
         return cls(name, tuple(value.shape), value, tuple(((0, n),) for n in value.shape))
 
     def chunks(self) -> Iterator[tuple[Offsets, Tensor]]:

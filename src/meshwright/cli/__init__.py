@@ -7,11 +7,11 @@
 
     request      the options of a command line, as typed
     options      their declarations for typer
-    given        the inputs that a request names, read and checked together: target, plan, loss, device
+    inputs       the inputs that a request names, read and checked together: target, plan, loss, device
     subject      these inputs with a global batch and a hardware profile, for commands that predict
     comparison   plan --compare: two plans instead of a search
-    foretold     the observed steps of a run, with predictions, for report
-    course live  the folder of a run and its progress display, for train
+    step_timelines          the observed steps of a run, with predictions, for report
+    run_folder live         the folder of a run and its progress display, for train
     processes    local workers; error messages and exit codes
     files        writes files
     help         prints --help with examples

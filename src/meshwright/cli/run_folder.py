@@ -30,8 +30,8 @@ _OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Same:
-    """What must not change when a run resumes. The layout is not among it: a checkpoint loads into any layout."""
+class RunIdentity:
+    """What must not change when a run resumes. The layout may change: a checkpoint loads into any layout."""
 
     target: str
     settings: Mapping[str, Any]
@@ -51,22 +51,22 @@ def folder_of(target: str) -> Path:
     return Path("runs") / (re.sub(r"[^\w.]+", "-", name).strip("-.") or "run")
 
 
-def begun(folder: Path) -> Same | None:
-    """The ``Same`` of the run in a folder. None if the folder has no complete checkpoint, or no valid ``run.json``."""
+def identity_to_resume(folder: Path) -> RunIdentity | None:
+    """The identity of the run in a folder. None if the folder has no complete checkpoint, or no valid ``run.json``."""
     from meshwright.checkpoint.folder import newest
 
     try:
         if newest(folder) is None:
             return None
-        return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        return RunIdentity(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # no such file, or not ours: there is nothing to compare with
         return None
 
 
-def read(folder: Path) -> Same:
-    """The ``Same`` of the run in a folder. Raises PlanError if the folder has no valid ``run.json``."""
+def read_identity(folder: Path) -> RunIdentity:
+    """The identity of the run in a folder. Raises PlanError if the folder has no valid ``run.json``."""
     try:
-        return Same(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+        return RunIdentity(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         findings = Findings("this command")
         required = f"the {FILE} that meshwright train writes"
@@ -74,15 +74,15 @@ def read(folder: Path) -> Same:
         raise findings.error() from None
 
 
-def write(folder: Path, same: Same) -> None:
+def write_identity(folder: Path, identity: RunIdentity) -> None:
     """Writes ``run.json``. Creates the folder if it does not exist. The rename at the end makes the write atomic."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{FILE}.part"
-    temporary.write_text(json.dumps(asdict(same), indent=1, default=str) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(asdict(identity), indent=1, default=str) + "\n", encoding="utf-8")
     os.replace(temporary, folder / FILE)
 
 
-def check_same(folder: Path, before: Same, now: Same) -> None:
+def check_identity(folder: Path, before: RunIdentity, now: RunIdentity) -> None:
     """Raises PlanError if the command line differs from the run that it would resume.
 
     Args:

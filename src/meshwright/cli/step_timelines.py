@@ -93,13 +93,15 @@ def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:
     """
     from meshwright.prediction.predict import predict
 
-    same = run_folder.read(run)
+    identity = run_folder.read_identity(run)
     # Weights are not loaded, and replicas not compared: neither changes what a step takes.
     plan = Plan.from_yaml(observed.plan).replace(weights=DRAWN, verify=0)
-    target = load_target(same.target, same.settings, rows=min(_DISTINCT_ROWS, same.global_batch), length=LENGTH)
+    target = load_target(
+        identity.target, identity.settings, rows=min(_DISTINCT_ROWS, identity.global_batch), length=LENGTH
+    )
     has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
-    batch = batch_of_rows(target.batch, same.global_batch if has_generated_batch else None, pieces_of(plan))
-    loss = TargetLoss(same.loss) if same.loss else None
+    batch = batch_of_rows(target.batch, identity.global_batch if has_generated_batch else None, pieces_of(plan))
+    loss = TargetLoss(identity.loss) if identity.loss else None
     with quiet():
         prediction = predict(target.build, batch, plan, hardware=profile, loss=loss)
     assert prediction.recipe is not None

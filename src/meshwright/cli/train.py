@@ -44,7 +44,7 @@ from meshwright.cli.options import (
     TimeoutOption,
 )  # fmt: skip
 from meshwright.cli.request import Request
-from meshwright.cli.run_folder import Same
+from meshwright.cli.run_folder import RunIdentity
 from meshwright.draw.console import console
 from meshwright.errors import Findings, NonFiniteError
 from meshwright.plan import Plan
@@ -59,12 +59,12 @@ _LENGTH = 128  # tokens of a row if --seq is absent
 
 
 @dataclass(frozen=True)
-class Course:
+class RunOptions:
     """The options of a run.
 
     Attributes:
         steps: total number of optimizer steps, including those before a resume.
-        same: what must not change when the run resumes.
+        identity: what must not change when the run resumes.
         folder: for checkpoints and metrics.
         save_every: steps from one checkpoint to the next. None: none is saved.
         keep: number of newest checkpoints to keep. None: all.
@@ -76,7 +76,7 @@ class Course:
     """
 
     steps: int
-    same: Same
+    identity: RunIdentity
     folder: Path
     save_every: int | None
     keep: int | None
@@ -140,21 +140,21 @@ def train(
         folder = out or run_folder.folder_of(target)
         if fresh:
             run_folder.check_fresh(folder)
-        before = None if fresh else run_folder.begun(folder)
+        before = None if fresh else run_folder.identity_to_resume(folder)
         inputs, rows = _inputs(request, before)
-        same = Same(target, inputs.settings, loss, rows, lr, inputs.plan.seed)
-        course = Course(
-            steps, same, folder, save_every, keep, async_save, tensorboard, timeout, num_workers, observe_every
+        identity = RunIdentity(target, inputs.settings, loss, rows, lr, inputs.plan.seed)
+        options = RunOptions(
+            steps, identity, folder, save_every, keep, async_save, tensorboard, timeout, num_workers, observe_every
         )  # fmt: skip
-        _check_course(inputs, course, global_batch, before)
+        _check_options(inputs, options, global_batch, before)
         if rank <= 0:
-            _prepare(course, before, fresh=fresh)
-        stopped = _train(inputs, course, rank)
+            _prepare(options, before, fresh=fresh)
+        stopped = _train(inputs, options, rank)
     if stopped:
         raise typer.Exit(_code_after_sigterm())
 
 
-def _inputs(request: Request, before: Same | None) -> tuple[Inputs, int]:
+def _inputs(request: Request, before: RunIdentity | None) -> tuple[Inputs, int]:
     """Reads the inputs of a request.
 
     Args:
@@ -176,24 +176,24 @@ def _inputs(request: Request, before: Same | None) -> tuple[Inputs, int]:
     return inputs, fixed_rows or default_rows
 
 
-def _train(inputs: Inputs, course: Course, rank: int) -> bool:
+def _train(inputs: Inputs, options: RunOptions, rank: int) -> bool:
     """Trains with a progress display, and prints the result. Returns whether SIGTERM ended the run.
 
     Args:
         rank: of torchrun; -1 without a launcher: then local workers train.
     """
     title = f"{inputs.target.spec} over {inputs.plan.mesh}" if not inputs.plan.auto else inputs.target.spec
-    with Live(course.steps, title, shown=rank <= 0) as live:
+    with Live(options.steps, title, shown=rank <= 0) as live:
         started = time.monotonic()
         if rank < 0:
-            outcome = _train_in_workers(inputs, course, live)
+            outcome = _train_in_workers(inputs, options, live)
         else:
-            outcome = _train_on_this_rank(inputs, course, live.tell, course.timeout)
+            outcome = _train_on_this_rank(inputs, options, live.tell, options.timeout)
         seconds = time.monotonic() - started
     if outcome.problem is not None:
         raise outcome.problem
     if rank <= 0:
-        _print_result(course, outcome, seconds)
+        _print_result(options, outcome, seconds)
     return outcome.stopped
 
 
@@ -208,7 +208,7 @@ def _rows(pieces: int) -> int:
     return pieces * math.ceil(_DEFAULT_ROWS / pieces)
 
 
-def _check_rows(plan: Plan, global_batch: int | None, before: Same | None) -> None:
+def _check_rows(plan: Plan, global_batch: int | None, before: RunIdentity | None) -> None:
     """Raises PlanError if the rows of a new run do not divide over data ranks and microbatches.
 
     A run that resumes is not checked: it keeps its global batch, also if it has fewer ranks now.
@@ -219,14 +219,14 @@ def _check_rows(plan: Plan, global_batch: int | None, before: Same | None) -> No
         check_global_batch(global_batch, plan.mesh, plan.pieces)
 
 
-def _check_course(inputs: Inputs, course: Course, global_batch: int | None, before: Same | None) -> None:
+def _check_options(inputs: Inputs, options: RunOptions, global_batch: int | None, before: RunIdentity | None) -> None:
     """Raises PlanError, before any process starts, if the plan, the batch or the run in the folder does not fit."""
     from meshwright.planned import make_recipe
     from meshwright.train.metrics import check_tensorboard
 
     if before is not None:
-        run_folder.check_same(course.folder, before, course.same)
-    if course.tensorboard:
+        run_folder.check_identity(options.folder, before, options.identity)
+    if options.tensorboard:
         check_tensorboard()
     if global_batch is not None and inputs.target.dataset is None and not inputs.target.spec.startswith("hf:"):
         findings = Findings("this command")
@@ -238,29 +238,29 @@ def _check_course(inputs: Inputs, course: Course, global_batch: int | None, befo
         make_recipe(inputs.target.build, inputs.plan, inputs.target.batch, inputs.loss)
 
 
-def _prepare(course: Course, before: Same | None, *, fresh: bool) -> None:
+def _prepare(options: RunOptions, before: RunIdentity | None, *, fresh: bool) -> None:
     """Prepares the folder of a run: with ``--fresh`` renames an old run, and writes ``run.json`` for a new one."""
-    if fresh and course.folder.is_dir():
-        hold(course.folder, tell=lambda text: console().print(text, highlight=False, soft_wrap=True)).release()
-    if fresh and (new_name := run_folder.set_aside(course.folder)) is not None:
-        console().print(f"{course.folder} is now {new_name}", highlight=False)
+    if fresh and options.folder.is_dir():
+        hold(options.folder, tell=lambda text: console().print(text, highlight=False, soft_wrap=True)).release()
+    if fresh and (new_name := run_folder.set_aside(options.folder)) is not None:
+        console().print(f"{options.folder} is now {new_name}", highlight=False)
     if before is None:
-        run_folder.write(course.folder, course.same)
+        run_folder.write_identity(options.folder, options.identity)
 
 
-def _print_result(course: Course, outcome: Outcome, seconds: float) -> None:
+def _print_result(options: RunOptions, outcome: Outcome, seconds: float) -> None:
     """Prints one line about the run, and a line for each result to look at."""
     losses, done = outcome.losses, len(outcome.losses)
     if outcome.stopped:
-        text = f"stopped by SIGTERM and saved in {course.folder}: the same command resumes from there"
+        text = f"stopped by SIGTERM and saved in {options.folder}: the same command resumes from there"
     elif not losses:
-        done_already = f"all {course.steps} steps are done already, in {course.folder}"
+        done_already = f"all {options.steps} steps are done already, in {options.folder}"
         text = f"{done_already}: continue with a larger --steps, or start anew with --fresh"
     else:
-        up_to = "" if done == course.steps else f", to step {course.steps}"
+        up_to = "" if done == options.steps else f", to step {options.steps}"
         text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {done} step{'s' * (done > 1)}{up_to}, {seconds:.1f} s"
     console().print(text, highlight=False, soft_wrap=True)
-    for name, description in _links(course.folder):
+    for name, description in _links(options.folder):
         console().print(f"{name:<12}{description}", highlight=False, soft_wrap=True)
 
 
@@ -281,15 +281,15 @@ def _links(folder: Path) -> Iterator[tuple[str, str]]:
     yield "report", f"{folder / 'report.html'}: a browser opens it from disk"
 
 
-def _train_in_workers(inputs: Inputs, course: Course, live: Live) -> Outcome:
+def _train_in_workers(inputs: Inputs, options: RunOptions, live: Live) -> Outcome:
     """Trains in local workers. Each loads the target again: neither model nor dataset travels between processes."""
     from meshwright.workers.pool import WorkerError
 
     with processes.workers(inputs) as workers, _forwarded_sigterm(workers) as signals:
         try:
             outcomes: list[Outcome] = workers.run(
-                _train_in_worker, inputs.names(), course,
-                ranks=inputs.plan.mesh.size, timeout=course.timeout, on_report=live.tell,
+                _train_in_worker, inputs.names(), options,
+                ranks=inputs.plan.mesh.size, timeout=options.timeout, on_report=live.tell,
             )  # fmt: skip
         except WorkerError:
             if signals:  # SIGTERM came before the first step, when there was nothing to save
@@ -315,14 +315,14 @@ def _forwarded_sigterm(workers: LocalWorkers) -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, handler_before)
 
 
-def _train_in_worker(names: tuple[Any, ...], course: Course) -> Outcome:
+def _train_in_worker(names: tuple[Any, ...], options: RunOptions) -> Outcome:
     from meshwright.workers.pool import report
 
-    return _train_on_this_rank(Inputs.from_names(*names), course, report)
+    return _train_on_this_rank(Inputs.from_names(*names), options, report)
 
 
 def _train_on_this_rank(
-    inputs: Inputs, course: Course, tell: Callable[[loop.Progress | str], None], timeout: float | None = None
+    inputs: Inputs, options: RunOptions, tell: Callable[[loop.Progress | str], None], timeout: float | None = None
 ) -> Outcome:
     """Trains on this rank, together with the other ranks.
 
@@ -337,23 +337,23 @@ def _train_on_this_rank(
     from meshwright.plan.keys import CHECKPOINT
     from meshwright.train import loop
 
-    target, same = inputs.target, course.same
+    target, identity = inputs.target, options.identity
     starts_groups = not dist.is_initialized()
     # Ranks may see different folders: rank 0's answer counts, with its recipe.
-    resumes = newest(course.folder) is not None
+    resumes = newest(options.folder) is not None
     plan = inputs.plan.replace(weights=CHECKPOINT) if resumes else inputs.plan  # loaded weights need no random values
     job = parallelize(
         target.build, plan, batch=target.batch, loss=inputs.loss, device=inputs.device,
-        timeout=2 * course.timeout,  # of collectives: longer than that of the watchdog, which is to report first
+        timeout=2 * options.timeout,  # of collectives: longer than that of the watchdog, which is to report first
     )  # fmt: skip
-    rows, data = (None, target.batch) if target.dataset is None else (same.global_batch, target.dataset)
+    rows, data = (None, target.batch) if target.dataset is None else (identity.global_batch, target.dataset)
     record = loop.Record(
-        course.folder, course.save_every, course.keep, course.asynchronous, course.tensorboard, course.observe_every
+        options.folder, options.save_every, options.keep, options.asynchronous, options.tensorboard, options.observe_every
     )  # fmt: skip
     try:
         losses = loop.train(
-            job, data, steps=course.steps, global_batch=rows, lr=same.lr, seed=same.seed, on_step=tell, on_note=tell,
-            num_workers=course.num_workers, record=record, timeout=timeout,
+            job, data, steps=options.steps, global_batch=rows, lr=identity.lr, seed=identity.seed, on_step=tell, on_note=tell,
+            num_workers=options.num_workers, record=record, timeout=timeout,
         )  # fmt: skip
     except loop.Preempted as stopped:
         return Outcome(stopped.losses, stopped=True)

@@ -33,7 +33,7 @@ from meshwright.prediction.world import rehearsed_world
 from meshwright.private import FakeTensor, FakeTensorMode
 from meshwright.recipe import Recipe
 from meshwright.runtime.apply import apply, cast_type
-from meshwright.runtime.coupling.paths import unwatched
+from meshwright.runtime.coupling.paths import no_context
 from meshwright.runtime.groups import make_groups
 from meshwright.runtime.job import Job
 from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in, with_shared
@@ -240,7 +240,7 @@ def _losses(rehearsal: Rehearsal, job: Job, microbatches: Microbatches) -> None:
     """Runs forwards and backwards as ``Job.step`` does after its trial of rows. Frees the microbatches at its end."""
     with one_process():
         job.runner.sharded_model.reshard()
-        job.runner.losses(microbatches, unwatched, once=rehearsal.recipe.rows != SPLIT, backward=True)
+        job.runner.losses(microbatches, no_context, once=rehearsal.recipe.rows != SPLIT, backward=True)
 
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:

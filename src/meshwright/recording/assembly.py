@@ -23,13 +23,13 @@ from meshwright.recording.tolerance import Tolerance, largest, wide
 
 
 @dataclass(frozen=True)
-class Joined:
-    """The result for one tensor.
+class AssembledTensor:
+    """A tensor that several ranks hold, put together and compared with the expected tensor.
 
     Attributes:
-        pattern: its relation to the expected tensor.
+        pattern: the relation to the expected tensor.
         value: the full tensor that all ranks hold together, if they do.
-        note: how it was put together from shards, for a person.
+        note: how the tensor was put together from shards, for a person.
     """
 
     pattern: Pattern
@@ -37,9 +37,9 @@ class Joined:
     note: str = ""
 
 
-def joined(
+def assemble(
     seen: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
-) -> Joined:
+) -> AssembledTensor:
     """Compares the values of all ranks with the expected full tensor.
 
     Args:
@@ -59,44 +59,44 @@ def joined(
 
 def _replicas(
     present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
-) -> Joined:
+) -> AssembledTensor:
     """Compares values of the expected shape: each by itself, then their sum and their mean."""
     values = [s.value for s in present if s.value is not None]
     if len(values) == 1:
-        return Joined(pattern_of(values[0], expected, tolerance, sizes, noise), values[0])
+        return AssembledTensor(pattern_of(values[0], expected, tolerance, sizes, noise), values[0])
     patterns = [pattern_of(value, expected, tolerance, sizes, noise) for value in values]
     worst = max(patterns, key=lambda pattern: pattern.error)
     wrong = tuple(rank for s, p in zip(present, patterns, strict=True) if not p.same for rank in s.ranks)
     if not wrong:
-        return Joined(worst, values[0], "ranks differ in the last bits")
+        return AssembledTensor(worst, values[0], "ranks differ in the last bits")
     if any(pattern.same for pattern in patterns):
-        return Joined(replace(worst, kind="some_ranks", ranks=wrong))
+        return AssembledTensor(replace(worst, kind="some_ranks", ranks=wrong))
     total = torch.stack([wide(value) for value in values]).sum(0)
     pattern_of_total = pattern_of(total, expected, tolerance, sizes, noise)
     if pattern_of_total.same:
-        return Joined(replace(worst, kind="summands", ranks=wrong))
+        return AssembledTensor(replace(worst, kind="summands", ranks=wrong))
     counts = [len(s.ranks) for s in present]
     mean = sum((wide(v) * n for v, n in zip(values, counts, strict=True)), torch.zeros(())) / sum(counts)
     if pattern_of(mean, expected, tolerance, sizes, noise).same:
-        return Joined(replace(worst, kind="unaveraged", ranks=wrong))
+        return AssembledTensor(replace(worst, kind="unaveraged", ranks=wrong))
     if pattern_of_total.kind == "scaled":
-        return Joined(replace(pattern_of_total, kind="summands", error=worst.error, ranks=wrong))
-    return Joined(replace(worst, kind="replicas", ranks=wrong))
+        return AssembledTensor(replace(pattern_of_total, kind="summands", error=worst.error, ranks=wrong))
+    return AssembledTensor(replace(worst, kind="replicas", ranks=wrong))
 
 
 def _shards(
     present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
-) -> Joined:
+) -> AssembledTensor:
     """Puts values of other shapes together in each way that fits, and takes the way with the best pattern."""
-    best: Joined | None = None
+    best: AssembledTensor | None = None
     counts = sorted({*sizes, len(present)})
     for value, note in _assembled(present, expected):
         pattern = pattern_of(value, expected, tolerance, counts, noise)
         if pattern.same:
-            return Joined(pattern, value, note)
+            return AssembledTensor(pattern, value, note)
         if best is None or _badness(pattern) < _badness(best.pattern):
-            best = Joined(pattern, value, note)
-    return best or Joined(_not_assembled(present, expected, tolerance, noise))
+            best = AssembledTensor(pattern, value, note)
+    return best or AssembledTensor(_not_assembled(present, expected, tolerance, noise))
 
 
 def _assembled(present: Sequence[Seen], expected: Tensor) -> Iterator[tuple[Tensor, str]]:

@@ -10,17 +10,21 @@ import torch.distributed as dist
 
 from meshwright.recording.copies import Copied, Step
 from meshwright.recording.folder import FORMAT
-from meshwright.recording.parameter_names import Named
+from meshwright.recording.parameter_names import NamedParameter
 from meshwright.recording.views import Views
 
 
 def facts_of_rank(
-    named: Sequence[Named], start: Mapping[str, Copied], steps: Sequence[Step], count: int, axes: Mapping[str, int]
+    parameters: Sequence[NamedParameter],
+    start: Mapping[str, Copied],
+    steps: Sequence[Step],
+    count: int,
+    axes: Mapping[str, int],
 ) -> dict[str, Any]:
     """The facts of this rank, as plain values: its axes and coordinate, its parameters, and its steps.
 
     Args:
-        named: the parameters.
+        parameters: of the model.
         start: every parameter before the first step; empty on a rank whose optimizers never stepped.
         steps: the recorded steps of this rank.
         count: number of steps of the rank that has the most.
@@ -35,7 +39,7 @@ def facts_of_rank(
         "coordinate": {axis: coordinate for axis, (coordinate, _) in axes_of_layouts.items()},
         "parameters": {
             parameter.name: _parameter_facts(parameter, start[parameter.name], parameter.name in stepped)
-            for parameter in named
+            for parameter in parameters
             if parameter.name in start and start[parameter.name].layout.holds
         },
         "steps": [_step_facts(steps[i]) if i < len(steps) else {} for i in range(count)],
@@ -73,14 +77,14 @@ def manifest_of(facts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Views]
     }
 
 
-def _parameter_facts(named: Named, start: Copied, stepped: bool) -> dict[str, Any]:
+def _parameter_facts(parameter: NamedParameter, start: Copied, stepped: bool) -> dict[str, Any]:
     """Facts of a parameter. ``stepped``: whether an optimizer holds it."""
     return {
         "shape": list(start.layout.shape),
         "dtype": str(start.dtype).removeprefix("torch."),
         "layout": start.layout.text,
-        "aliases": list(named.aliases),
-        "trained": named.parameter.requires_grad,
+        "aliases": list(parameter.aliases),
+        "trained": parameter.tensor.requires_grad,
         "stepped": stepped,
     }
 

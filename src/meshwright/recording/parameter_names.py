@@ -24,20 +24,21 @@ _MODULE_HOLDERS = (DistributedDataParallel, DataParallel)  # these hold it as ``
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParameter:
     """A parameter with its names on one device.
 
     Attributes:
         name: its first name.
+        tensor: the parameter itself.
         aliases: its other names, if it is tied.
     """
 
     name: str
-    parameter: nn.Parameter
+    tensor: nn.Parameter
     aliases: tuple[str, ...] = ()
 
 
-def named_parameters(models: Iterable[nn.Module], rename: Rename | None = None) -> list[Named]:
+def named_parameters(models: Iterable[nn.Module], rename: Rename | None = None) -> list[NamedParameter]:
     """The parameters of a model's modules, in order. A tied parameter comes once, with its aliases.
 
     Args:
@@ -69,7 +70,7 @@ def named_parameters(models: Iterable[nn.Module], rename: Rename | None = None) 
         if full_name not in names[id(parameter)]:
             names[id(parameter)].append(full_name)
     findings.raise_if_any()
-    return [Named(first, parameters[key], tuple(aliases)) for key, (first, *aliases) in names.items()]
+    return [NamedParameter(first, parameters[key], tuple(aliases)) for key, (first, *aliases) in names.items()]
 
 
 def plain_name(parts: Sequence[str], wrapped: frozenset[int] = frozenset()) -> str:

@@ -36,7 +36,7 @@ class Pattern:
     """The relation between an actual and an expected tensor.
 
     Attributes:
-        kind: one of the table above, or of the table in ``joined``.
+        kind: one of the table above, or of the table in ``assembly``.
         error: the largest difference, relative to the largest expected element.
         factor: k of ``scaled`` and ``block_sums``; the best k of ``other``.
         residual: norm of a − k·e, relative to that of a.

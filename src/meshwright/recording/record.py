@@ -31,7 +31,7 @@ from meshwright.recording.copies import Copied, Step, copied, digests_of_rows, l
 from meshwright.recording.folder import is_recording
 from meshwright.recording.layout import Layout, OfJob, axis_names
 from meshwright.recording.manifest import facts_of_rank, manifest_of
-from meshwright.recording.parameter_names import Named, Rename, named_parameters
+from meshwright.recording.parameter_names import NamedParameter, Rename, named_parameters
 from meshwright.recording.views import Views
 from meshwright.recording.writing import Ranks, begin, publish, temporary_of, write_tensors
 from meshwright.runtime.job import Job
@@ -99,9 +99,9 @@ class Recording:
         names: Rename | None,
     ) -> None:  # fmt: skip
         self.path, self.done = path, False
-        self._named = _named(model, names)
+        self._parameters = _parameters(model, names)
         self._layouts = _layouts(model)
-        self._by_id = {id(named.parameter): named for named in self._named}
+        self._by_id = {id(parameter.tensor): parameter for parameter in self._parameters}
         self._optimizers, self._max_steps, self._axes = optimizers, steps, axes
         self._start: dict[str, Copied] = {}
         self._steps: list[Step] = []
@@ -179,13 +179,17 @@ class Recording:
         if number > self._max_steps:
             return
         if not self._start:
-            self._start = {named.name: self._copy(named.parameter.detach(), named) for named in self._named}
+            self._start = {
+                parameter.name: self._copy(parameter.tensor.detach(), parameter) for parameter in self._parameters
+            }
         is_first_optimizer = number > len(self._steps)
         if is_first_optimizer:
             self._steps.append(Step())
         step = self._steps[number - 1]
         # The first optimizer of a step also copies the gradients of parameters that no optimizer holds.
-        self._copy_gradients(step, self._named if is_first_optimizer else self._parameters_of(optimizer), optimizer)
+        self._copy_gradients(
+            step, self._parameters if is_first_optimizer else self._parameters_of(optimizer), optimizer
+        )
         step.losses += self._pending.losses
         step.rows += self._pending.rows
         step.settings.append(settings_of(optimizer))
@@ -203,9 +207,11 @@ class Recording:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             step.notes["the optimizer computed gradients itself, by a closure: these are the last ones"] = None
             self._copy_gradients(step, stepped, optimizer)
-        step.stepped |= {named.name for named in stepped}
-        for named in self._named if self._layouts else stepped:  # all ranks of a job take part in gathering a parameter
-            step.parameters[named.name] = self._copy(named.parameter.detach(), named)
+        step.stepped |= {parameter.name for parameter in stepped}
+        for parameter in (
+            self._parameters if self._layouts else stepped
+        ):  # all ranks of a job take part in gathering a parameter
+            step.parameters[parameter.name] = self._copy(parameter.tensor.detach(), parameter)
         if self._optimizers and all(self._count.get(id(one), 0) >= self._max_steps for one in self._optimizers):
             self.close()
 
@@ -213,22 +219,22 @@ class Recording:
         """Whether to record steps of this optimizer: it was passed to ``record``, or it holds parameters of the model."""
         return not self.done and (self._optimizers is not None or bool(self._parameters_of(optimizer)))
 
-    def _parameters_of(self, optimizer: Optimizer) -> list[Named]:
+    def _parameters_of(self, optimizer: Optimizer) -> list[NamedParameter]:
         """The model's parameters that an optimizer holds."""
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])
         return [self._by_id[key] for key in ids if key in self._by_id]
 
-    def _copy_gradients(self, step: Step, parameters: list[Named], optimizer: Optimizer) -> None:
+    def _copy_gradients(self, step: Step, parameters: list[NamedParameter], optimizer: Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, if the optimizer's kernel unscales
         if scale is not None:
             step.notes["gradients were scaled by a GradScaler, and are recorded without its scale"] = None
-        for named in parameters:
-            if not named.parameter.requires_grad and not self._layouts:
+        for parameter in parameters:
+            if not parameter.tensor.requires_grad and not self._layouts:
                 continue
-            step.gradients[named.name] = self._copy(named.parameter.grad, named, scale)
+            step.gradients[parameter.name] = self._copy(parameter.tensor.grad, parameter, scale)
 
-    def _copy(self, t: Tensor | None, named: Named, scale: Tensor | None = None) -> Copied:
-        return copied(t, named.parameter, self._layouts.get(named.name), scale)
+    def _copy(self, t: Tensor | None, parameter: NamedParameter, scale: Tensor | None = None) -> Copied:
+        return copied(t, parameter.tensor, self._layouts.get(parameter.name), scale)
 
     def _end(self) -> None:
         """Removes the hooks."""
@@ -249,9 +255,9 @@ class Recording:
             )  # fmt: skip
         if self._max_steps < 1:
             findings.add(where="steps", given=str(self._max_steps), required="1 or more", fix="steps=1")
-        if not self._named:
+        if not self._parameters:
             findings.add(where="model", given="no parameters", required="a model with parameters")
-        if any(named.parameter.is_meta for named in self._named if named.name not in self._layouts):
+        if any(parameter.tensor.is_meta for parameter in self._parameters if parameter.name not in self._layouts):
             findings.add(
                 where="model", given="parameters on meta, without values", required="the model as it is trained",
                 fix="call mw.record after the weights are made, or loaded",
@@ -277,7 +283,7 @@ class Recording:
         tensors: dict[str, Views] = {}
         for file, copies in copies_by_file.items():
             tensors[file] = write_tensors(temporary / f"{file}.safetensors", copies, ranks)
-        local_facts = facts_of_rank(self._named, self._start, self._steps, count, self._axes)
+        local_facts = facts_of_rank(self._parameters, self._start, self._steps, count, self._axes)
         facts = ranks.agreement.gather(lambda: local_facts, _FAILED)
         ranks.agreement.first(lambda: publish(self.path, manifest_of(facts, tensors)), _FAILED)
 
@@ -285,12 +291,12 @@ class Recording:
 _FAILED = Finding("this recording", "it could not be written", "a folder that rank 0 can write")
 
 
-def _named(model: Recordable, names: Rename | None) -> list[Named]:
+def _parameters(model: Recordable, names: Rename | None) -> list[NamedParameter]:
     """The parameters of a model, or of a job, by their names on one device."""
     if not isinstance(model, Job):
         return named_parameters([model] if isinstance(model, nn.Module) else model, names)
     parameters = dict(model.module.named_parameters(remove_duplicate=False))
-    return [Named(line.name, parameters[line.name], line.aliases) for line in model.recipe.parameters]
+    return [NamedParameter(line.name, parameters[line.name], line.aliases) for line in model.recipe.parameters]
 
 
 def _layouts(model: Recordable) -> dict[str, Layout]:

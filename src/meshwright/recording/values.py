@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.names import few, fold_names
-from meshwright.recording.assembly import Joined, joined
+from meshwright.recording.assembly import AssembledTensor, assemble
 from meshwright.recording.folder import Recorded, Seen
 from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern, what_remains
@@ -44,7 +44,7 @@ class Judged:
     notes: dict[str, list[str]] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
 
-    def add(self, pair: Pair, name: str, result: Joined) -> None:
+    def add(self, pair: Pair, name: str, result: AssembledTensor) -> None:
         self.total += 1
         if not result.pattern.same:
             self.wrong[name] = Wrong(self.kind, name, result.pattern, pair.layout(name))
@@ -62,7 +62,7 @@ def judge_weights(pair: Pair) -> Judged:
         one, many = pair.seen("start", name)
         expected = _value(one)
         if expected is not None and many:
-            judged.add(pair, name, joined(many, expected, Tolerance(_EXACT, 0.0, FIT), pair.sizes))
+            judged.add(pair, name, assemble(many, expected, Tolerance(_EXACT, 0.0, FIT), pair.sizes))
     return judged
 
 
@@ -93,26 +93,28 @@ def gradient_tolerance(pair: Pair, step: int, relative: float | None) -> Toleran
 
 def _gradient(
     pair: Pair, file: str, name: str, one: list[Seen], many: list[Seen], tolerance: Tolerance, judged: Judged
-) -> Joined:
+) -> AssembledTensor:
     """Compares one gradient. An absent gradient equals one of zeros, with a note."""
     expected = _value(one)
     if expected is None:
         sizes = [largest(seen.value) for seen in many if seen.value is not None]
         if any(sizes):
-            return Joined(Pattern("extra", float("inf")))
+            return AssembledTensor(Pattern("extra", float("inf")))
         if sizes:
             judged.note("zeros, but no gradient in one process", name)
             judged.zeros.add(name)
-        return Joined(Pattern("same"))
+        return AssembledTensor(Pattern("same"))
     if all(seen.value is None for seen in many):
         if largest(expected):
-            return Joined(Pattern("none", float("inf")))
+            return AssembledTensor(Pattern("none", float("inf")))
         judged.note("no gradient, but zeros in one process", name)
-        return Joined(Pattern("same"))
-    return joined(many, expected, tolerance, pair.sizes, _noise(pair.again, file, name, expected))
+        return AssembledTensor(Pattern("same"))
+    return assemble(many, expected, tolerance, pair.sizes, _noise(pair.again, file, name, expected))
 
 
-def _with_step_before(pair: Pair, step: int, name: str, result: Joined, tolerance: Tolerance) -> Joined:
+def _with_step_before(
+    pair: Pair, step: int, name: str, result: AssembledTensor, tolerance: Tolerance
+) -> AssembledTensor:
     """A wrong gradient, compared once more: is the gradient of the step before still in it?"""
     expected, before = (_value(pair.seen(f"gradients-{n}", name)[0]) for n in (step, step - 1))
     if expected is None or before is None or result.value is None or result.value.shape != expected.shape:
@@ -139,14 +141,14 @@ def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | No
             continue
         result = _update(pair, step, name, expected, many, unsure, relative)
         if name in gradients.zeros and not result.pattern.same:
-            result = Joined(replace(result.pattern, kind="none_zeros"))
+            result = AssembledTensor(replace(result.pattern, kind="none_zeros"))
         judged.add(pair, name, result)
     return judged
 
 
 def _update(
     pair: Pair, step: int, name: str, after: Tensor, many: list[Seen], unsure: float, relative: float | None
-) -> Joined:
+) -> AssembledTensor:
     """Compares the update of one parameter. Elements whose gradient may be all rounding are taken to be right.
 
     Args:
@@ -157,7 +159,7 @@ def _update(
     one_before, many_before = pair.seen(f"parameters-{step - 1}" if step > 1 else "start", name)
     before = _value(one_before)
     if before is None or not many_before:
-        return Joined(Pattern("same"))
+        return AssembledTensor(Pattern("same"))
     expected = wide(after) - wide(before)
     gradient = _value(pair.one.views(f"gradients-{step}", name))
     is_rounding = torch.zeros_like(expected, dtype=torch.bool)
@@ -168,11 +170,13 @@ def _update(
     tolerance = Tolerance(by_type.relative, by_type.floor + last_bits, by_type.fit)
     noise = _noise(pair.again, f"parameters-{step}", name, after)
     updates = [_masked(seen, expected, is_rounding) for seen in _updates(many, many_before)]
-    result = joined(updates, expected, tolerance, pair.sizes, noise)
+    result = assemble(updates, expected, tolerance, pair.sizes, noise)
     if result.pattern.same or result.value is None:
         return result
-    whole = _masked(Seen((), result.value), expected, is_rounding)  # shards could not be masked before they were joined
-    return replace(joined([whole], expected, tolerance, pair.sizes, noise), note=result.note)
+    full = _masked(
+        Seen((), result.value), expected, is_rounding
+    )  # shards could not be masked before they were assembled
+    return replace(assemble([full], expected, tolerance, pair.sizes, noise), note=result.note)
 
 
 def _updates(after: Iterable[Seen], before: Iterable[Seen]) -> Iterator[Seen]:

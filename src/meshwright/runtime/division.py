@@ -166,7 +166,7 @@ class Division:
         even = all(abs(weight - 1 / count) < _EVEN for weight in microbatches.weights)
         self._paths.begin(self._evaluating, microbatches.weights, divided=divided, even=even)
         self._divided, self._form, self._batch, self._begin = divided, self._form_of(batch), batch, None
-        if divided and (self._paths.watching or self._kind_of_step(self._paths.NOTHING) not in self._seen):
+        if divided and (self._paths.watching or self._kind_of_step(self._paths.NO_PATHS) not in self._seen):
             self._prepare_trial(batch)
         return microbatches
 
@@ -182,13 +182,13 @@ class Division:
         all_rows = self._rows * self._recipe.mesh.data_size
         return form_of(batch), all_rows.bit_length() if all_rows > self._trials.rows_tried else 0
 
-    def _kind_of_step(self, ways: Hashable) -> Hashable:
-        """The kind of the running step, as a key; ``ways``: its paths through the model."""
-        return self._evaluating, self._form, self._runner.switches.told, ways
+    def _kind_of_step(self, paths: Hashable) -> Hashable:
+        """The kind of the running step, as a key; ``paths``: its paths through the model."""
+        return self._evaluating, self._form, self._runner.switches.told, paths
 
-    def watched(self, model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
+    def watch_forward(self, model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
         """A context around the forward of a microbatch, which records its path through the model."""
-        return self._paths.watched(model, forward_id)
+        return self._paths.watch_forward(model, forward_id)
 
     def _divide(self, batch: Any, notice: bool) -> Microbatches:
         """The microbatches of this rank and their weights; before that a trial of how rows combine, if it is due.
@@ -200,7 +200,7 @@ class Division:
             return Microbatches([batch], [1.0], [None])
         if self._trials.before_step(None if notice else batch, self._evaluating):
             self._form = self._form_of(batch)
-            self._seen.add(self._kind_of_step(self._paths.NOTHING))
+            self._seen.add(self._kind_of_step(self._paths.NO_PATHS))
         if self._kind in (COUPLED, "whole"):
             all_rows, first_row = gather_rows(None if notice else batch, self._trials.data_groups())
             return Microbatches([all_rows], [1.0], [None], first_row, copies=data)
@@ -261,7 +261,7 @@ class Division:
             with self._runner.waiting.on():
                 self._runner.groups.sum([facts, sums])
             sums[0] /= mesh.axis_size("tp") * microbatches.copies
-        wide, new, frozen, *ways = facts.tolist()
+        wide, new, frozen, *sums_of_paths = facts.tolist()
         if self._divided and not is_shared and self._runner.switches.changed:  # maybe on one rank only
             (new,) = self._runner.groups.on_any([new])
         if frozen:
@@ -272,7 +272,7 @@ class Division:
             self._unread = Unread(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
             if not self.defers_check:
                 self.finish_step()
-        if paths.watching and paths.differ(ways):
+        if paths.watching and paths.differ(sums_of_paths):
             self._try_paths(microbatches)
         elif new:
             self._try_what_is_new()
@@ -334,8 +334,8 @@ class Division:
 
     def _is_new_kind(self) -> bool:
         """Whether rows of this step should be tried: no earlier step took these paths, or had a batch of this form."""
-        ways = self._paths.ways() if self._paths.watching else self._paths.NOTHING
-        return self._divided and self._seen.needs_trial(self._kind_of_step(ways))
+        paths = self._paths.key() if self._paths.watching else self._paths.NO_PATHS
+        return self._divided and self._seen.needs_trial(self._kind_of_step(paths))
 
     def _try_what_is_new(self) -> None:
         """Tries whether the rows of this step, which is of a new kind, combine as those of earlier steps.
@@ -361,7 +361,7 @@ class Division:
             RowsError: on every rank: it does not.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, self._paths.taken())
+        dist.all_gather_object(everywhere, self._paths.by_forward())
         differing = first_to_differ(everywhere)
         assert differing is not None
         *pair, lines = differing

@@ -18,7 +18,7 @@ from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Trial
-from meshwright.runtime.coupling.paths import ReadLog, Reads
+from meshwright.runtime.coupling.paths import ReadLog, ReadLogger
 from meshwright.runtime.coupling.row_scaling import line_beyond
 from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
 from meshwright.runtime.rows.batch import joined
@@ -206,7 +206,7 @@ class RowTrials:
                 self._runner.executor.record(piece)
         except UncutPathError as error:  # on every rank
             raise ForwardError(str(error)) from error
-        losses, reads = [], [Reads(numbers=True) for _ in pieces]
+        losses, reads = [], [ReadLogger(numbers=True) for _ in pieces]
         failures: list[Exception] = []
         for piece, mean_factors, read in zip(pieces, factors, reads, strict=True):
             try:

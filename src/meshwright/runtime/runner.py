@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import StageError
 from meshwright.private import without_modes
-from meshwright.runtime.coupling.paths import Watched
+from meshwright.runtime.coupling.paths import ForwardContext
 from meshwright.runtime.coupling.trial_state import Slot
 from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
@@ -86,11 +86,13 @@ class Runner:
 
     # --- forwards and backwards ---------------------------------------------------------------------------------------
 
-    def losses(self, microbatches: Microbatches, watched: Watched, *, once: bool, backward: bool) -> list[Tensor]:
+    def losses(
+        self, microbatches: Microbatches, forward_context: ForwardContext, *, once: bool, backward: bool
+    ) -> list[Tensor]:
         """Runs all microbatches of this rank.
 
         Args:
-            watched: a context around the forward of a stage and microbatch.
+            forward_context: a context around the forward of a stage and microbatch.
             once: every microbatch begins with the state of modules from before the step, and the state that the first one
                 leaves stays. So a step leaves the same state however many microbatches it has. For models whose rows do
                 not interact.
@@ -101,7 +103,7 @@ class Runner:
         """
         begin = ModuleState(self.module, self.written()) if once and len(microbatches.batches) > 1 else None
         if not backward:
-            losses = self.executor.run(microbatches, begin, watched, backward=False)
+            losses = self.executor.run(microbatches, begin, forward_context, backward=False)
             self.sharded_model.reshard()
             return losses
         if self._unused is not None:
@@ -109,7 +111,7 @@ class Runner:
         with self.gradients.of_this_step(microbatches.copies, len(microbatches.batches)):
             self.stages.begin_step(self._placed.token, gradients_observed=self._placed.have_backward_hooks())
             try:
-                losses = self.executor.run(microbatches, begin, watched, backward=True)
+                losses = self.executor.run(microbatches, begin, forward_context, backward=True)
             finally:
                 self.stages.end_step()
             self._sync.finish()
@@ -125,12 +127,14 @@ class Runner:
             self.sharded_model.reshard()
         return output
 
-    def loss_alone(self, batch: Any, factors: MeanFactors | None, watched: Watched, *, wide: bool) -> float:
+    def loss_alone(
+        self, batch: Any, factors: MeanFactors | None, forward_context: ForwardContext, *, wide: bool
+    ) -> float:
         """The loss of a copy of a batch in one forward of a trial, on every rank.
 
         Args:
             factors: for the means of the batch.
-            watched: a context around the forward of a stage and microbatch.
+            forward_context: a context around the forward of a stage and microbatch.
             wide: whether the forward computes in float64.
 
         Raises:
@@ -143,7 +147,7 @@ class Runner:
         losses, failure = list[Tensor](), None
         try:
             with self.executor.trying(wide=wide):
-                losses = self.executor.run(microbatches, watched=watched, backward=False)
+                losses = self.executor.run(microbatches, forward_context=forward_context, backward=False)
         except StageError:
             raise
         except Exception as error:

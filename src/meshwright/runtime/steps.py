@@ -106,7 +106,7 @@ class Steps:
         runner, division = self._runner, self._division
         batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
         with self._guard.watching(self.number) if guarded else nullcontext():
-            losses = runner.losses(microbatches, division.watched, once=division.once, backward=backward)
+            losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
         if microbatches.first_row is not None:
             write_back(batch_inputs, versions_before, batch, microbatches.first_row)
         runner.settle_modules()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.calls.exchange import Joined
+from meshwright.calls.exchange import JoinResult
 from meshwright.calls.placeholder import PathError
 from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value
@@ -207,11 +207,11 @@ class Branching:
 
     def join(
         self, move: Join, branch_values: Mapping[int, Tensor], graph: ModelGraph, anchors: Sequence[Tensor]
-    ) -> Joined:
+    ) -> JoinResult:
         """See ``calls.exchange.Exchange``."""
         anchors = anchors or [self._anchor()]
         if not move.values:
-            return Joined({}, anchors[0])
+            return JoinResult({}, anchors[0])
         pieces = [piece for n, b in move.values for piece in self._pieces(n, b, move, graph)]
         local_values = {n: full_tensor(t) for n, t in branch_values.items()}
         if self._in_trial:
@@ -224,7 +224,7 @@ class Branching:
         tail, *out = JoinValues.apply(
             self, move, joined, tuple(local_values), differentiable, len(anchors), *anchors, *inputs
         )
-        return Joined(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
+        return JoinResult(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
     def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
         """The pieces of a joined value: one for each share of the rows of the branch that made it."""

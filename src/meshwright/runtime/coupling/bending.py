@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from meshwright.blame import model_line
 from meshwright.private import has_gradient, pytree, without_modes
 from meshwright.runtime.coupling.custom_backward import BackwardResults, try_custom_backward
-from meshwright.runtime.coupling.float64 import wide
+from meshwright.runtime.coupling.float64 import in_float64
 from meshwright.runtime.coupling.paths import AS_MANY_AS_FIT, COMPARES, picks
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensor_arguments
 from meshwright.runtime.rows.batch import tensors_in
@@ -95,7 +95,13 @@ def bending(
     collectives = own_functions_noted(mode.collective)
     transforms = transformed_functions(mode.transformed)
     try:
-        with wide(perturbed=True), mode, collectives, transforms, try_custom_backward(model, mode.backward_results):
+        with (
+            in_float64(perturbed=True),
+            mode,
+            collectives,
+            transforms,
+            try_custom_backward(model, mode.backward_results),
+        ):
             yield
     finally:
         handle.remove()

@@ -1,4 +1,4 @@
-"""``Wide``: a function mode for a forward in float64 with perturbed weights. The model may have any dtypes.
+"""``Float64Mode``: a function mode for a forward in float64 with perturbed weights. The model may have any dtypes.
 
 A trial compares two ways to compute the same loss. In bfloat16 rounding makes as large a difference as a batch norm. At initial
 weights a router is uniform and a gate is zero, so that their effect does not show. So a trial computes in float64, and with
@@ -48,7 +48,7 @@ _LOOKUPS = frozenset(
 
 
 @contextmanager
-def wide(*, perturbed: bool) -> Iterator[None]:
+def in_float64(*, perturbed: bool) -> Iterator[None]:
     """While on, torch functions compute in float64.
 
     Args:
@@ -57,13 +57,13 @@ def wide(*, perturbed: bool) -> Iterator[None]:
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Wide(perturbed=perturbed):
+        with Float64Mode(perturbed=perturbed):
             yield
     finally:
         torch.set_default_dtype(default_dtype)
 
 
-class Wide(FunctionMode):
+class Float64Mode(FunctionMode):
     """Converts the floating-point arguments of torch functions to float64. A function that refuses them gets the original
     arguments."""
 

@@ -5,7 +5,7 @@ which some row was sent. On one device the rows of the whole batch decide. With 
 by its own rows. Often this does no harm: a model may skip a mask of ones, and an expert without rows does nothing. Sometimes it
 makes a difference.
 
-``Reads`` logs the values that Python reads in a forward and that may depend on rows, by the model's line. It is used twice:
+``ReadLogger`` logs the values that Python reads in a forward and that may depend on rows, by the model's line. It has two uses:
 
     before the first step     The trial of rows (runtime/coupling/trial.py) logs the numbers read in forwards of all rows and of
                               parts. If a number of all rows (a norm, a sum) lies outside of the range of the numbers of the
@@ -51,11 +51,14 @@ COMPARES = frozenset(
 ForwardId = tuple[int, int]
 """A forward in a step: (stage, microbatch)."""
 
-Watched = Callable[[nn.Module, ForwardId], AbstractContextManager[None]]
+PathsByForward = dict[ForwardId, dict[str, list[int]]]
+"""Forward → line → for each read at this line, a number that identifies the path after the read."""
+
+ForwardContext = Callable[[nn.Module, ForwardId], AbstractContextManager[None]]
 """(model, forward) → the context in which this forward runs."""
 
 
-def unwatched(model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
+def no_context(model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
     """No context: for a forward that is not watched."""
     return nullcontext()
 
@@ -65,20 +68,20 @@ class ReadLog:
     """The values that Python read in one forward.
 
     Attributes:
-        taken: line → for each read at this line, a number that identifies the path after it, including sizes.
-        ways: as ``taken``, without sizes.
+        paths: line → for each read at this line, a number that identifies the path after the read, including sizes.
+        paths_without_sizes: as ``paths``, without sizes.
         numbers: line → for each number of the forward there (the number, the number with which it was compared). The second is
             None if Python read the first.
         counted: lines at which Python learnt how many elements a mask picked.
     """
 
-    taken: dict[str, list[int]] = field(default_factory=dict)
-    ways: dict[str, list[int]] = field(default_factory=dict)
+    paths: dict[str, list[int]] = field(default_factory=dict)
+    paths_without_sizes: dict[str, list[int]] = field(default_factory=dict)
     numbers: dict[str, list[tuple[float, Any]]] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
 
 
-class Reads(FunctionMode):
+class ReadLogger(FunctionMode):
     """Logs the values that Python reads of tensors that may depend on rows: of all tensors except parameters, buffers, and
     results of these alone.
 
@@ -98,7 +101,7 @@ class Reads(FunctionMode):
         self._independent = TensorTable[bool]()  # tensors that do not depend on rows
         self._picked = TensorTable[bool]()  # tensors with a row for each element that a mask picked
         # After Python read a number: (its line, a hash of the functions called since, a hash of the sizes of their results).
-        self._way: tuple[str, int, int] | None = None
+        self._path: tuple[str, int, int] | None = None
 
     def may_be_recorded(self) -> bool:
         """See ``FunctionMode``. While this mode is on, no recorded program runs: the mode would not see its functions."""
@@ -110,7 +113,7 @@ class Reads(FunctionMode):
         self._independent.note(model.buffers(), True)
         with self:
             yield
-        self._end_way()
+        self._end_path()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -127,11 +130,11 @@ class Reads(FunctionMode):
                 self.log.counted.add(_line())
             return result
         result = func(*args, **kwargs)
-        if self._way is not None:
-            line, functions, sizes = self._way
+        if self._path is not None:
+            line, functions, sizes = self._path
             if self._sizes and isinstance(result, Tensor):
                 sizes = hash((sizes, *result.shape)) & _MASK
-            self._way = line, _hashed(functions, name), sizes
+            self._path = line, _hashed(functions, name), sizes
         self._follow(func, name, args, kwargs, result)
         return result
 
@@ -194,17 +197,19 @@ class Reads(FunctionMode):
             return
         if isinstance(result, float) and self._numbers:
             self.log.numbers.setdefault(line, []).append((result, None))
-        self._end_way()
-        self._way = line, 0, 0
+        self._end_path()
+        self._path = line, 0, 0
 
-    def _end_way(self) -> None:
-        if self._way is not None:
-            self._note(*self._way)
-        self._way = None
+    def _end_path(self) -> None:
+        """Logs the path since Python last read a number."""
+        if self._path is not None:
+            self._note(*self._path)
+        self._path = None
 
-    def _note(self, line: str, way: int, sizes: int = 0) -> None:
-        self.log.ways.setdefault(line, []).append(way)
-        self.log.taken.setdefault(line, []).append((way + sizes) & _MASK)
+    def _note(self, line: str, path: int, sizes: int = 0) -> None:
+        """Logs the path after a read at this line. ``sizes``: a hash of the sizes on it."""
+        self.log.paths_without_sizes.setdefault(line, []).append(path)
+        self.log.paths.setdefault(line, []).append((path + sizes) & _MASK)
 
 
 def picks(name: str, args: tuple[Any, ...]) -> bool:
@@ -280,8 +285,8 @@ class Paths:
         watching: whether this step is watched; equal on all ranks.
     """
 
-    NOTHING: Hashable = frozenset()
-    """The value of ``ways`` for a step in which Python read no values."""
+    NO_PATHS: Hashable = frozenset()
+    """The ``key`` of a step in which Python read no values."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -310,12 +315,12 @@ class Paths:
         self.watching = divided and evaluating not in self._without_reads
 
     @contextmanager
-    def watched(self, model: nn.Module, forward_id: ForwardId) -> Iterator[None]:
+    def watch_forward(self, model: nn.Module, forward_id: ForwardId) -> Iterator[None]:
         """A context for the forward of a piece."""
         if not self.watching or not self._weights[forward_id[1]]:
             yield
             return
-        reads = Reads(sizes=self._even)
+        reads = ReadLogger(sizes=self._even)
         with reads.on(model, forward_id):
             yield
         self._logs[forward_id] = reads.log
@@ -324,9 +329,9 @@ class Paths:
         """This rank's summands of the numbers that ``differ`` needs, ``SUMS`` for each stage."""
         sums = [0.0] * (SUMS * self.stages)
         for (stage, _), log in self._logs.items():
-            open_paths = self._open(log)
-            if open_paths:
-                a, b = divmod(zlib.crc32(repr(sorted(open_paths.items())).encode()), 2**16)
+            paths = self._not_harmless(log)
+            if paths:
+                a, b = divmod(zlib.crc32(repr(sorted(paths.items())).encode()), 2**16)
             else:
                 a = b = 0
             for i, x in enumerate((1.0, a, b, a * a, b * b)):
@@ -344,50 +349,48 @@ class Paths:
             self._without_reads.add(self._evaluating)
         return any(n * aa != a * a or n * bb != b * b for n, a, b, aa, bb in of_stages)
 
-    def taken(self) -> dict[ForwardId, dict[str, list[int]]]:
+    def by_forward(self) -> PathsByForward:
         """For each forward its paths at each line, without harmless lines."""
-        return {forward_id: self._open(log) for forward_id, log in self._logs.items()}
+        return {forward_id: self._not_harmless(log) for forward_id, log in self._logs.items()}
 
-    def ways(self) -> Hashable:
+    def key(self) -> Hashable:
         """The paths that this rank's pieces took, without sizes and without harmless lines, as a value to compare."""
-        paths: set[Hashable] = set()
+        of_pieces: set[Hashable] = set()
         for (stage, _), log in self._logs.items():
-            ways = tuple((line, *ways) for line, ways in sorted(log.ways.items()) if not self._harmless(line))
-            if ways:
-                paths.add((stage, ways))
-        return frozenset(paths)
+            lines = sorted(log.paths_without_sizes.items())
+            paths = tuple((line, *paths) for line, paths in lines if not self._is_harmless(line))
+            if paths:
+                of_pieces.add((stage, paths))
+        return frozenset(of_pieces)
 
     def settle(self, lines: Iterable[str]) -> None:
         """Notes that different paths are harmless at these lines."""
         self._harmless_lines.update((self._evaluating, line) for line in lines)
 
-    def _open(self, log: ReadLog) -> dict[str, list[int]]:
+    def _not_harmless(self, log: ReadLog) -> dict[str, list[int]]:
         """The paths at the lines that are not known to be harmless."""
-        return {line: ways for line, ways in log.taken.items() if not self._harmless(line)}
+        return {line: paths for line, paths in log.paths.items() if not self._is_harmless(line)}
 
-    def _harmless(self, line: str) -> bool:
+    def _is_harmless(self, line: str) -> bool:
         return (self._evaluating, line) in self._harmless_lines
 
-
-Taken = dict[ForwardId, dict[str, list[int]]]
-"""The result of ``Paths.taken``."""
 
 Piece = tuple[int, int]
 """(rank, microbatch)."""
 
 
-def first_to_differ(taken_of_ranks: Sequence[Taken]) -> tuple[Piece, Piece, list[str]] | None:
+def first_to_differ(paths_of_ranks: Sequence[PathsByForward]) -> tuple[Piece, Piece, list[str]] | None:
     """Two pieces that took different paths in one stage.
 
     Args:
-        taken_of_ranks: ``Paths.taken`` of each rank.
+        paths_of_ranks: ``Paths.by_forward`` of each rank.
 
     Returns:
         (piece, other piece, the lines at which their paths differ); None if all pieces took the same paths.
     """
     first_of_stage: dict[int, tuple[Piece, dict[str, list[int]]]] = {}
-    for rank, taken in enumerate(taken_of_ranks):
-        for (stage, microbatch), paths in sorted(taken.items()):
+    for rank, by_forward in enumerate(paths_of_ranks):
+        for (stage, microbatch), paths in sorted(by_forward.items()):
             piece = rank, microbatch
             first_piece, first_paths = first_of_stage.setdefault(stage, (piece, paths))
             if paths != first_paths:
@@ -396,4 +399,13 @@ def first_to_differ(taken_of_ranks: Sequence[Taken]) -> tuple[Piece, Piece, list
     return None
 
 
-__all__ = ["ForwardId", "Paths", "ReadLog", "Reads", "Watched", "first_to_differ", "outside_of_parts", "unwatched"]
+__all__ = [
+    "ForwardContext",
+    "ForwardId",
+    "Paths",
+    "ReadLog",
+    "ReadLogger",
+    "first_to_differ",
+    "no_context",
+    "outside_of_parts",
+]

@@ -44,7 +44,7 @@ from meshwright.runtime.coupling.attempt import (
 from meshwright.runtime.coupling.attributes import VALUES
 from meshwright.runtime.coupling.bending import BendingMode, bending, of_all_rows
 from meshwright.runtime.coupling.custom_backward import line_across_rows
-from meshwright.runtime.coupling.float64 import wide
+from meshwright.runtime.coupling.float64 import in_float64
 from meshwright.runtime.coupling.other_integers import Alternating, other_integers
 from meshwright.runtime.rows.batch import doubled, reversed_rows, rolled_rows
 from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
@@ -91,8 +91,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     native = Computing(dtype, nullcontext, wide=False)
     for computing in (
-        Computing(torch.float64, partial(wide, perturbed=True), wide=True),
-        Computing(torch.float64, partial(wide, perturbed=False), wide=True),
+        Computing(torch.float64, partial(in_float64, perturbed=True), wide=True),
+        Computing(torch.float64, partial(in_float64, perturbed=False), wide=True),
         native,
     ):
         attempt = Attempt(rows, forwards, computing, first=first)
@@ -233,7 +233,7 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     of a path may be multiplied by a gate that is zero.
     """
     for perturbed in (False, True):
-        computing = Computing(torch.float64, partial(wide, perturbed=perturbed), wide=True)
+        computing = Computing(torch.float64, partial(in_float64, perturbed=perturbed), wide=True)
         attempt = Attempt(rows, forwards, computing, first=first)
         for compared in (partial(attempt.compared, way), attempt.compared_by_noise):
             try:
@@ -254,7 +254,9 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
 
 def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     """Whether the loss of all rows is finite, but that of the first rows or of the rest is not; the same on every rank."""
-    attempt = Attempt(rows, forwards, Computing(torch.float64, partial(wide, perturbed=False), wide=True), first=first)
+    attempt = Attempt(
+        rows, forwards, Computing(torch.float64, partial(in_float64, perturbed=False), wide=True), first=first
+    )
     try:
         together = attempt.finite_together_alone(way)
     except StageError:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.runtime.batch_caches import LruCache
-from meshwright.runtime.coupling.paths import Watched, unwatched
+from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.program import Call, Program, Programs
 from meshwright.runtime.pipeline.stages import Stages
@@ -58,7 +58,7 @@ class Executor:
         self,
         microbatches: Microbatches,
         begin: ModuleState | None = None,
-        watched: Watched = unwatched,
+        forward_context: ForwardContext = no_context,
         *,
         backward: bool,
     ) -> list[Tensor]:
@@ -68,13 +68,13 @@ class Executor:
             microbatches: the microbatches of this rank, with their weights.
             begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first
                 one left. None: each microbatch begins with the state that the previous one left.
-            watched: a context for the forward of each stage and microbatch.
+            forward_context: a context for the forward of each stage and microbatch.
             backward: whether to run the backward, which adds gradients to ``.grad``.
 
         Raises:
             Exception: in a trial of a model in parts, after all communication: the first error of this rank's parts.
         """
-        step = self.step(microbatches, call_model, self._loss, begin, watched, backward=backward)
+        step = self.step(microbatches, call_model, self._loss, begin, forward_context, backward=backward)
         step.perform()
         if step.failures:
             raise step.failures[0]
@@ -108,7 +108,7 @@ class Executor:
         call: Call,
         loss: Loss | None,
         begin: ModuleState | None = None,
-        watched: Watched = unwatched,
+        forward_context: ForwardContext = no_context,
         *,
         backward: bool,
     ) -> Step:
@@ -117,7 +117,7 @@ class Executor:
         Args:
             call: runs the model on a microbatch.
             loss: of the model's output; None: the output itself is the result.
-            microbatches, begin, watched, backward: as for ``run``.
+            microbatches, begin, forward_context, backward: as for ``run``.
         """
         grad = backward or self._trying
         programs = self._programs(microbatches.batches, call, loss, grad=grad)
@@ -130,7 +130,7 @@ class Executor:
             call,
             loss,
             begin,
-            watched,
+            forward_context,
             backward=backward,
             trying=self._trying,
             wide=self._wide,

@@ -26,7 +26,7 @@ from meshwright.calls.tracer import slot_tensors
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
-from meshwright.runtime.coupling.paths import Watched, unwatched
+from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.groups import as_bytes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
@@ -60,7 +60,7 @@ class Step:
         loss: of the model's output; None: the output itself is the result.
         begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first one
             left. None: each microbatch begins with the state that the previous one left.
-        watched: a context for the forward of each stage and microbatch.
+        forward_context: a context for the forward of each stage and microbatch.
         backward: whether to run the backward.
         trying: whether this is a trial. A stage or branch that fails sends ones in place of its values, so that others do not
             wait, and ranks can agree on what follows.
@@ -81,7 +81,7 @@ class Step:
         call: Call,
         loss: Loss | None,
         begin: ModuleState | None = None,
-        watched: Watched = unwatched,
+        forward_context: ForwardContext = no_context,
         *,
         backward: bool,
         trying: bool = False,
@@ -89,7 +89,7 @@ class Step:
     ) -> None:
         self._stages, self._programs, self.schedule = stages, programs, schedule
         self._microbatches, self._call, self._loss = microbatches, call, loss
-        self._backward_too, self._state, self._watched = backward, begin, watched
+        self._backward_too, self._state, self._forward_context = backward, begin, forward_context
         self._grad = backward or trying  # a trial runs the forward as a step does
         # A stage may stop before the end of a forward, so host generators have different states on different stages afterwards.
         # Each forward is therefore seeded anew.
@@ -263,7 +263,7 @@ class Step:
                 stack.enter_context(flight.deferred or nullcontext())
             stack.enter_context(self._stages.spmd_mode())
             stack.enter_context(MeanScaler(self._microbatches.factors[m]).on(model))
-            stack.enter_context(self._watched(model, (action.stage, m)))
+            stack.enter_context(self._forward_context(model, (action.stage, m)))
             flight.ends = stack.enter_context(self._stages.sync.forward())
             output = self._output(part, m)
             if part is not None and not part.program.last:
