@@ -193,3 +193,16 @@ def test_batches_are_told_apart_by_constants_and_rows_and_not_by_values():
     assert kind(x=x, n=1) == kind(x=torch.ones(2, 7), n=1)
     assert len({kind(x=x, n=1), kind(x=x, n=2), kind(x=x, n=1.0), kind(x=x[:1], n=1), kind(x=x.int(), n=1)}) == 5
     assert sizes_of({"x": x, "n": bytearray(b"no")}) is None
+
+
+def circle(rows: int, length: int, weight: float = 1.0) -> SimpleNamespace:
+    """An object with tensors that refers to another, which refers back to it and to itself."""
+    first, second = SimpleNamespace(ids=torch.zeros(rows, length)), SimpleNamespace(mask=torch.ones(rows, length))
+    first.weight, first.other, second.other, second.own = weight, second, first, [second]
+    return first
+
+
+def test_objects_that_refer_back_to_each_other_are_told_apart_by_what_they_hold():
+    assert sizes_of({"x": circle(2, 5)}) == sizes_of({"x": circle(2, 5)})
+    assert len({sizes_of({"x": circle(*facts)}) for facts in ((2, 5), (3, 5), (2, 6), (2, 5, 0.5))}) == 4
+    assert sizes_of({"x": circle(2, 5)}).kind == sizes_of({"x": circle(2, 6)}).kind  # but for the length

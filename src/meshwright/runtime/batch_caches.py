@@ -79,22 +79,30 @@ def sizes_of(batch: Any, *more: Hashable) -> BatchSizes | None:
     leaves, spec = pytree.tree_flatten(batch)
     length = next((t.shape[1] for t in tensors_in(batch) if t.dim() > 1), 0)
     try:
-        kind = spec, more, tuple(_kind(x, length) for x in leaves)
+        kind = spec, more, tuple(_leaf_kind(x, length) for x in leaves)
         hash(kind)
     except TypeError:
         return None
     return BatchSizes(kind, length)
 
 
-def _kind(x: Any, length: int) -> Hashable:
-    """The part of ``BatchSizes.kind`` for a leaf of a batch."""
-    if not isinstance(x, Tensor):
-        if not tensors_in(x):
-            return type(x), x
-        attributes = pytree.tree_leaves(list(vars(x).values()))
-        return type(x), *(value if value is x else _kind(value, length) for value in attributes)
-    shape = [("length", n - length) if d and abs(n - length) <= 1 else n for d, n in enumerate(x.shape)]
-    return (x.dtype, x.device, *shape)
+def _leaf_kind(x: Any, length: int, outer: tuple[Any, ...] = ()) -> Hashable:
+    """The part of ``BatchSizes.kind`` for a leaf of a batch.
+
+    Args:
+        outer: the objects that contain x, one within the other. If x is one of them, its place among them stands for it: an
+            object may refer back to itself, and what it holds is in the key already.
+    """
+    if isinstance(x, Tensor):
+        shape = [("length", n - length) if d and abs(n - length) <= 1 else n for d, n in enumerate(x.shape)]
+        return (x.dtype, x.device, *shape)
+    for i, container in enumerate(outer):
+        if container is x:
+            return "container", i
+    if not tensors_in(x):
+        return type(x), x
+    attributes = pytree.tree_leaves(list(vars(x).values()))
+    return type(x), *(_leaf_kind(value, length, (*outer, x)) for value in attributes)
 
 
 Points = Sequence[tuple[int, V]]
