@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.deferred import Recorded, operation, record
+from meshwright.deferred import RecordedModule, operation, record
 from meshwright.private import FakeTensor
 
 Build = Callable[[], nn.Module]
@@ -55,7 +55,7 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield from within(f"{prefix}.{name}", value)
 
 
-def judge(build: Build, small: int = 4096) -> Recorded:
+def judge(build: Build, small: int = 4096) -> RecordedModule:
     """Record, and compare all there is with plain build."""
     torch.manual_seed(7)
     plain = build()

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from meshwright.search.estimate import Estimated, Estimator
+from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, MANY_ROWS, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate
@@ -56,7 +56,7 @@ def estimate(case: Case) -> Predicted:
     return Predicted(seconds, seconds / spread, seconds * spread, active=round(nbytes), reserved=held)
 
 
-def _estimated(case: Case, *, recompute: bool) -> Estimated:
+def _estimated(case: Case, *, recompute: bool) -> CandidateEstimate:
     layout, shape, precision = case.layout, case.model, case.precision
     sequence_parallel = layout.sequence_parallel and layout.tp > 1
     few = replace(shape, layers=_FEW)

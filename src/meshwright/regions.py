@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from meshwright.graph import ROOT, Event, ModelGraph
 from meshwright.submesh import Submeshes
 
-Placed = Mapping[str, tuple[int, ...]]
+PlacesOfCalls = Mapping[str, tuple[int, ...]]
+"""Module → the places of its calls, in order."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def returns(home: Sequence[int], taker: Sequence[int], home_rows: Shares, taker_
 
 def find_regions(
     graph: ModelGraph,
-    placed: Placed,
+    placed: PlacesOfCalls,
     places: Submeshes,
     start: int = 0,
     stop: int | None = None,
@@ -179,7 +180,7 @@ def find_regions(
     return Regions(tuple(event_places), tuple(sorted(forks_and_joins, key=in_order)))
 
 
-def place_events(graph: ModelGraph, placed: Placed, places: Submeshes) -> list[int]:
+def place_events(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) -> list[int]:
     """The place of each event."""
     event_places = [0] * len(graph.events)
     fixed = [False] * len(graph.events)
@@ -451,4 +452,4 @@ def _wholes(graph: ModelGraph, event_places: Sequence[int]) -> list[int]:
     return [stop or p + 1 for p, stop in enumerate(ends)]
 
 
-__all__ = ["Fork", "Join", "Placed", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]
+__all__ = ["Fork", "Join", "PlacesOfCalls", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]

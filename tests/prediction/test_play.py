@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.hardware.profile import NOTHING, Estimate
-from meshwright.prediction.clock import Phase, Spent
+from meshwright.prediction.clock import Phase, PhaseSeconds
 from meshwright.prediction.play import play
 from meshwright.schedule import TRANSFERS, make_schedule, with_transfers
 
@@ -12,7 +12,10 @@ DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 def phases(schedule, durations=DURATIONS):
     return {
-        rank: [Phase(a, Spent(Estimate(0.0 if a.kind in TRANSFERS else durations[a.kind])), sends=8) for a in actions]
+        rank: [
+            Phase(a, PhaseSeconds(Estimate(0.0 if a.kind in TRANSFERS else durations[a.kind])), sends=8)
+            for a in actions
+        ]
         for rank, actions in enumerate(schedule.ranks)
     }
 

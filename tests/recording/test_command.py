@@ -76,8 +76,10 @@ def test_a_recording_with_a_file_cut_off_is_told(folder: Path) -> None:
 
 def test_values_are_those_of_the_run(folder: Path) -> None:
     """What is printed as half is half."""
-    from meshwright.recording.folder import Recorded
+    from meshwright.recording.folder import RecordingFolder
 
-    one, half = (Recorded.open(folder / name).views("gradients-1", "head.weight")[0].value for name in ("one", "half"))
+    one, half = (
+        RecordingFolder.open(folder / name).views("gradients-1", "head.weight")[0].value for name in ("one", "half")
+    )
     assert one is not None and half is not None
     torch.testing.assert_close(half, one / 2, rtol=1e-12, atol=0)

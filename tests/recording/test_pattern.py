@@ -11,10 +11,10 @@ from torch import Tensor
 from meshwright.recording.assembly import assemble
 from meshwright.recording.causes import CAUSES, PAGE
 from meshwright.recording.diagnosis import Facts, grouped
-from meshwright.recording.folder import Seen
+from meshwright.recording.folder import RankValue
 from meshwright.recording.pattern import Pattern, pattern_of
 from meshwright.recording.tolerance import tolerance_of
-from meshwright.recording.verdict import Wrong
+from meshwright.recording.verdict import TensorDifference
 
 E = torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TOLERANCE = tolerance_of(["float64"], 3.0)
@@ -87,13 +87,13 @@ def test_noise_in_a_gradient_that_is_zero_is_the_same() -> None:
     ],
 )
 def test_values_of_several_ranks(parts: list[Tensor], kind: str, note: str) -> None:
-    found = assemble([Seen((rank,), part) for rank, part in enumerate(parts)], E, TOLERANCE, SIZES)
+    found = assemble([RankValue((rank,), part) for rank, part in enumerate(parts)], E, TOLERANCE, SIZES)
     assert found.pattern.kind == kind and note in found.note
 
 
 def test_the_transpose_of_a_tensor_that_is_no_square() -> None:
     wide = E[:5]
-    assert assemble([Seen((0, 1), wide.T)], wide, TOLERANCE, SIZES).pattern.kind == "transposed"
+    assert assemble([RankValue((0, 1), wide.T)], wide, TOLERANCE, SIZES).pattern.kind == "transposed"
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,15 @@ def test_the_transpose_of_a_tensor_that_is_no_square() -> None:
     ],
 )  # fmt: skip
 def test_the_meaning_of_a_factor(factor: float, axes: dict[str, int], every: bool, key: str) -> None:
-    wrong = [Wrong("gradients", name, Pattern("scaled", 1.0, factor)) for name in "ab"]
+    wrong = [TensorDifference("gradients", name, Pattern("scaled", 1.0, factor)) for name in "ab"]
     [group] = grouped("gradients", wrong, 2 if every else 5, Facts(axes))
     assert group.key == key and group.says
 
 
 def test_factors_that_noise_moves_are_one_cause() -> None:
-    wrong = [Wrong("gradients", name, Pattern("scaled", 1.0, k)) for name, k in (("a", 0.1244), ("b", 0.1256))]
+    wrong = [
+        TensorDifference("gradients", name, Pattern("scaled", 1.0, k)) for name, k in (("a", 0.1244), ("b", 0.1256))
+    ]
     [group] = grouped("gradients", wrong, 2, Facts({"dp": 8}))
     assert len(group.wrong) == 2
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.recording.folder import Recorded
+from meshwright.recording.folder import RecordingFolder
 
 
 def step(path: Path, model: nn.Module, loss_of: Any, **how: Any) -> None:
@@ -25,7 +25,7 @@ def step(path: Path, model: nn.Module, loss_of: Any, **how: Any) -> None:
 
 
 def value(path: Path, file: str, name: str) -> Tensor:
-    [seen] = Recorded.open(path).views(file, name)
+    [seen] = RecordingFolder.open(path).views(file, name)
     assert seen.value is not None
     return seen.value
 
@@ -41,7 +41,7 @@ def test_gradients_before_the_step_and_parameters_after_it(tmp_path: Path) -> No
     model = scripts.net()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(tmp_path / "one", model, squares)
-    assert set(Recorded.open(tmp_path / "one").parameters) == set(start)
+    assert set(RecordingFolder.open(tmp_path / "one").parameters) == set(start)
     for name, p in model.named_parameters():
         assert torch.equal(value(tmp_path / "one", "start", name), start[name])
         assert torch.equal(value(tmp_path / "one", "gradients-1", name), 2 * start[name])
@@ -82,7 +82,7 @@ def test_parameters_of_all_sorts(tmp_path: Path) -> None:
     for name in ("one", "two"):
         torch.manual_seed(0)
         step(tmp_path / name, Odd(), Odd.loss)
-    recorded = Recorded.open(tmp_path / "one")
+    recorded = RecordingFolder.open(tmp_path / "one")
     assert recorded.parameters["a.weight"]["aliases"] == ["b.weight"] and "b.weight" not in recorded.parameters
     assert recorded.views("gradients-1", "unused")[0].value is None
     assert "frozen" not in recorded.names("gradients-1") and "frozen" in recorded.names("start")
@@ -362,7 +362,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_recording_is_replaced_by_the_next(tmp_path: Path) -> None:
     step(tmp_path / "one", scripts.net(), squares)
     step(tmp_path / "one", nn.Linear(2, 2), squares)
-    assert set(Recorded.open(tmp_path / "one").parameters) == {"weight", "bias"}
+    assert set(RecordingFolder.open(tmp_path / "one").parameters) == {"weight", "bias"}
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 

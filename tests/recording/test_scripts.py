@@ -11,7 +11,7 @@ import pytest
 import scripts
 
 import meshwright as mw
-from meshwright.recording.verdict import Explained
+from meshwright.recording.verdict import ExplainedDifferences
 from meshwright.workers.pool import LocalWorkers
 
 TENSORS = 14
@@ -83,7 +83,7 @@ def test_a_script_is_judged(wrap: str, flaw: str, recorded: Path) -> None:
     assert bool(found) is not bool(expected)
 
 
-def _consequence(cause: Explained, expected: dict[str, int]) -> bool:
+def _consequence(cause: ExplainedDifferences, expected: dict[str, int]) -> bool:
     """What follows from other weights may be anything."""
     return cause.kind == "gradients" and cause.follows and "weights_differ" in expected
 

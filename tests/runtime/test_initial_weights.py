@@ -43,7 +43,7 @@ def _saved_and_loaded(folder: Path) -> list[tuple[list[Tensor], list[Tensor]]]:
     for weights in ("drawn", "checkpoint"):
         with pytest.MonkeyPatch.context() as patch:
             if weights == "checkpoint":
-                patch.setattr(deferred.Recorded, "value", None)  # whoever asks for a value fails
+                patch.setattr(deferred.RecordedModule, "value", None)  # whoever asks for a value fails
             job = _job(weights, "dp_shard=2,tp=2", chance=False)
         optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
         if weights == "drawn":

@@ -17,7 +17,7 @@ from meshwright.prediction.rehearsal import TWO_STEPS, Step, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
-from meshwright.search.estimate import Estimated, Estimator
+from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.find import repeated
 from meshwright.search.pieces import DP_SHARD, MANY_ROWS
 from meshwright.search.pipeline import pipelined
@@ -244,7 +244,7 @@ def test_a_verified_pipeline_has_the_schedule_that_is_predicted_to_be_faster(mon
 
     monkeypatch.setattr(search, "predict", predicted)
     model = search._Model(Tower, tokens(4), 4, GPU, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
-    one = Estimated(Candidate(2, 1, 1, 1, microbatches=4, rows=1), 2.0, 1.0, {})
+    one = CandidateEstimate(Candidate(2, 1, 1, 1, microbatches=4, rows=1), 2.0, 1.0, {})
     proposal = model.proposed(one, (), lambda text: None)
     assert proposal.plan.schedule == schedule and proposal.seconds == min(halves, 2.0)
     assert make_recipe(Tower, proposal.plan, tokens(4), loss).schedule == schedule

@@ -24,7 +24,7 @@ from meshwright.runtime.job import Job
 from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.spmd.comm import Ledger
 from meshwright.watch import location
-from meshwright.watch.heartbeat import FAILED, Alarm, Beat, Board, Who
+from meshwright.watch.heartbeat import FAILED, Alarm, Beat, Board, RankProcess
 from meshwright.watch.location import Whereabouts
 from meshwright.watch.report import Hang, spelled_ranks
 from meshwright.watch.watchdog import HANG, _lives
@@ -162,7 +162,7 @@ def test_two_nodes_go_on_after_a_cut_link_and_a_killed_node(tmp_path: Path) -> N
 
 def hang(where: dict[int, Whereabouts], ranks: int = 4, **states: Any) -> Hang:
     beats = {r: Beat(1, 7, "", 0) for r in range(ranks)} | states.pop("beats", {})
-    who = {r: Who("host", "host/0", 1) for r in beats}
+    who = {r: RankProcess("host", "host/0", 1) for r in beats}
     return Hang("no rank made progress", ranks, who, beats, where, {}, **states)
 
 
@@ -218,7 +218,7 @@ def test_one_alarm_stands_whoever_else_raises_one() -> None:
 def test_what_is_posted_is_read_also_while_others_have_not_come() -> None:
     store = dist.HashStore()
     board = Board(store, "a", 1, 3)
-    beat, where, who = Beat(4, 7, "1F2", 9), inside("all_reduce", 0, 1), Who("h", "h/0", 12, "99")
+    beat, where, who = Beat(4, 7, "1F2", 9), inside("all_reduce", 0, 1), RankProcess("h", "h/0", 12, "99")
     board.post(beat)
     board.post_location(where)
     board.introduce(who)
@@ -228,10 +228,10 @@ def test_what_is_posted_is_read_also_while_others_have_not_come() -> None:
 
 def test_a_process_is_known_by_when_it_started() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    who = Who("h", "h/0", child.pid, started(child.pid))
+    who = RankProcess("h", "h/0", child.pid, started(child.pid))
     if not who.started:
         pytest.skip("only Linux tells when a process started")
-    assert _lives(who) and not _lives(Who("h", "h/0", child.pid, "1"))
+    assert _lives(who) and not _lives(RankProcess("h", "h/0", child.pid, "1"))
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not _lives(who), "killed, and not yet waited for"

@@ -66,7 +66,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Started:
+class RunningBlock:
     """A block whose forward has begun; ``finish`` waits for it and returns its result."""
 
     finish: Callable[[], Any]
@@ -75,5 +75,7 @@ class Started:
 class Streams(Protocol):
     """Runs blocks concurrently on one rank (runtime/branches/streams.py)."""
 
-    def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
+    def start(
+        self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RunningBlock:
         """Begins a block's forward."""

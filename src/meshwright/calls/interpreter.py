@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
 from meshwright.calls.crossings import Crossings
-from meshwright.calls.exchange import Exchange, Started, Streams
+from meshwright.calls.exchange import Exchange, RunningBlock, Streams
 from meshwright.calls.hook import Forward
 from meshwright.calls.place_runner import PlaceRunner
 from meshwright.calls.placeholder import PathError, Placeholder, RemoteTensor
@@ -86,7 +86,7 @@ class StageInterpreter(Tracer):
         self._results = Results(program, self._values, device)
         self._runner = PlaceRunner(program, exchange, device, failures)
         self._crossings = Crossings(program, self._values, exchange)
-        self._started: list[tuple[int, Call, Started]] = []
+        self._started: list[tuple[int, Call, RunningBlock]] = []
         self._open_units = 0
         self._replacements: dict[int, Tensor] = {}
         self._hooking = self._stale = self._unrecorded = False

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.graph import ROOT, Call, ModelGraph
-from meshwright.regions import Fork, Join, Placed, find_regions
+from meshwright.regions import Fork, Join, PlacesOfCalls, find_regions
 from meshwright.spmd.torch_functions import draws
 from meshwright.submesh import Submeshes
 
@@ -81,7 +81,7 @@ class StageProgram:
         graph: ModelGraph,
         crossing: Crossing,
         stage: int,
-        placed: Placed | None = None,
+        placed: PlacesOfCalls | None = None,
         places: Submeshes | None = None,
         rank_places: frozenset[int] = frozenset({0}),
         *,
@@ -115,7 +115,7 @@ class StageProgram:
             if (stream := (streams or {}).get(call.module)) is not None and self._may_run_concurrently(call)
         }
 
-    def _find_shared_draws(self, placed: Placed) -> frozenset[int]:
+    def _find_shared_draws(self, placed: PlacesOfCalls) -> frozenset[int]:
         """Draws in branches from random numbers that all ranks share: from a generator of the model's own, or from the trunk's
         if no placed module draws them."""
         events = ((p, self.graph.events[p]) for p in range(self.start, self.stop))

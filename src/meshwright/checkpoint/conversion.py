@@ -45,7 +45,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedTensors:
     """The tensors of a folder, mapped to the names of a model.
 
     Attributes:
@@ -59,7 +59,7 @@ class Matched:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTensor]) -> Matched:
+def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTensor]) -> MatchedTensors:
     """Maps each tensor of a folder to a name of the model.
 
     Args:
@@ -68,7 +68,7 @@ def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTen
         files: name in the folder → lazy tensor.
     """
     model_names = dict.fromkeys(names, True)
-    match = Matched()
+    match = MatchedTensors()
     rename = _transformers_renaming(module, model_names, list(files)) or _prefix_renaming(model_names, list(files))
     conversions: dict[str, _Conversion] = {}
     for name in files:
@@ -167,7 +167,7 @@ class _Conversion:
         return {name: value if isinstance(value, LazyTensor) else InMemory(value) for name, value in converted.items()}
 
 
-def _add_sources(conversion: _Conversion, files: Mapping[str, LazyTensor], match: Matched) -> None:
+def _add_sources(conversion: _Conversion, files: Mapping[str, LazyTensor], match: MatchedTensors) -> None:
     """Adds the sources that a conversion makes. Their shapes and dtypes come from a run of the conversion on meta tensors."""
 
     def meta_tensor(name: str) -> Tensor:

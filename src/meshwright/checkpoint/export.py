@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from meshwright.checkpoint.load import Stored
+from meshwright.checkpoint.load import StoredCheckpoint
 from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import DTYPES, INDEX, WEIGHTS, TensorSpec, write_file
 from meshwright.errors import CheckpointError, Findings
@@ -35,7 +35,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """The result of ``export``.
 
     Attributes:
@@ -60,7 +60,7 @@ class Exported:
 def export(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *,
     shard_size: str | int = "5GB", dtype: str | None = None,
-) -> Exported:  # fmt: skip
+) -> ExportResult:  # fmt: skip
     """Writes a checkpoint's model as safetensors, with ``config.json`` if the checkpoint has one.
 
     Args:
@@ -78,7 +78,7 @@ def export(
     largest = _bytes_of(shard_size, findings)
     _check(folder, dtype, findings)
     findings.raise_if_any()
-    stored = Stored.open(checkpoint, RankAgreement(None))
+    stored = StoredCheckpoint.open(checkpoint, RankAgreement(None))
     saved = list(_specs(stored))
     if not saved:
         findings.add(where=str(stored.path), given="no tensors of a model", required="a checkpoint of a model")
@@ -96,7 +96,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     size = sum(spec.bytes for spec in exported)
-    return Exported(folder, stored.path, stored.manifest.step, len(exported), size, tuple(shards), config)
+    return ExportResult(folder, stored.path, stored.manifest.step, len(exported), size, tuple(shards), config)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _check(folder: Path, dtype: str | None, findings: Findings) -> None:
 # --- contents --------------------------------------------------------------------------------------------------------
 
 
-def _specs(stored: Stored) -> Iterator[TensorSpec]:
+def _specs(stored: StoredCheckpoint) -> Iterator[TensorSpec]:
     """The model's tensors in the order of their names, with numbers in names ordered as numbers."""
     names = [name for name in stored.metadata.state_dict_metadata if name.startswith(_MODEL)]
     for name in sorted(names, key=by_number):
@@ -159,7 +159,7 @@ def _shards(tensors: Sequence[TensorSpec], largest: int) -> dict[str, list[Tenso
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write(stored: Stored, shards: Mapping[str, Sequence[TensorSpec]], directory: Path) -> None:
+def _write(stored: StoredCheckpoint, shards: Mapping[str, Sequence[TensorSpec]], directory: Path) -> None:
     """Writes the files of weights, and their index if there are several."""
     pieces = stored.metadata.storage_data
     for file, tensors in shards.items():
@@ -171,7 +171,7 @@ def _write(stored: Stored, shards: Mapping[str, Sequence[TensorSpec]], directory
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_config(stored: Stored, tensors: Sequence[TensorSpec], directory: Path) -> bool:
+def _write_config(stored: StoredCheckpoint, tensors: Sequence[TensorSpec], directory: Path) -> bool:
     """Writes config.json, with the dtype of the exported weights, which ``from_pretrained`` uses; and generation_config.json.
 
     Returns:
@@ -206,7 +206,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _full_tensor(stored: Stored, pieces: Mapping[Any, Any], spec: TensorSpec) -> Tensor:
+def _full_tensor(stored: StoredCheckpoint, pieces: Mapping[Any, Any], spec: TensorSpec) -> Tensor:
     """Reads a full tensor from its chunks, one chunk at a time, and converts it to the dtype of its spec.
 
     Args:
@@ -225,7 +225,9 @@ def _full_tensor(stored: Stored, pieces: Mapping[Any, Any], spec: TensorSpec) ->
     return tensor
 
 
-def _chunk(stored: Stored, pieces: Mapping[Any, Any], name: str, saved: TensorStorageMetadata, i: int) -> Tensor:
+def _chunk(
+    stored: StoredCheckpoint, pieces: Mapping[Any, Any], name: str, saved: TensorStorageMetadata, i: int
+) -> Tensor:
     """Reads chunk ``i`` of a tensor. Raises CheckpointError if it has another shape than the metadata says."""
     chunk = saved.chunks[i]
     stored_chunk = pieces[MetadataIndex(_MODEL + name, chunk.offsets)]

@@ -25,7 +25,7 @@ from meshwright.checkpoint.contents import (
     of_module,
     of_optimizer,
 )
-from meshwright.checkpoint.load import Loaded, Stored, compare, model_pieces, optimizer_state, restore
+from meshwright.checkpoint.load import Loaded, StoredCheckpoint, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
 from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
@@ -181,9 +181,9 @@ def load(
         find_owner: returns this rank's owner. Called within the agreement of ranks, since it may run code of the model.
     """
     if or_before:
-        stored, damage_notes = Stored.newest_undamaged(path, agreement, verify=verify)
+        stored, damage_notes = StoredCheckpoint.newest_undamaged(path, agreement, verify=verify)
     else:
-        stored, damage_notes = Stored.open(path, agreement, verify=verify), ()
+        stored, damage_notes = StoredCheckpoint.open(path, agreement, verify=verify), ()
     failed = Finding(str(stored.path), "it was not loaded", "get_extra_state() without an error, and memory")
     owner, load_plan = agreement.do(lambda: _load_plan(find_owner(), stored, optimizers, scheduler, data), failed)
     stored.read(load_plan.pieces, load_plan.names, agreement)
@@ -210,7 +210,7 @@ class _LoadPlan:
 
 
 def _load_plan(
-    owner: Owner, stored: Stored, optimizers: Optimizers, scheduler: Any, data: Any
+    owner: Owner, stored: StoredCheckpoint, optimizers: Optimizers, scheduler: Any, data: Any
 ) -> tuple[Owner, _LoadPlan]:
     """Compares a checkpoint with the model and its optimizers, and allocates the tensors to read into.
 
@@ -236,7 +236,7 @@ def _load_plan(
     return owner, _LoadPlan(pieces, names, rng, (*(state.hand_over for state in states), *restores))
 
 
-def _restore(owner: Owner, stored: Stored, load_plan: _LoadPlan) -> tuple[str, ...]:
+def _restore(owner: Owner, stored: StoredCheckpoint, load_plan: _LoadPlan) -> tuple[str, ...]:
     """Restores everything but the model's tensors, which have been read. Returns notes for a person."""
     for restore_one in load_plan.restores:
         restore_one()
@@ -327,7 +327,7 @@ def rng_source(about: Mapping[str, Any], owner: Owner) -> int | None:
     return next(saved for saved in saved_ranks if data_rank_and_stage(saved_mesh, saved) == ours)
 
 
-def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:
+def _rng(stored: StoredCheckpoint, source: int) -> Iterator[tuple[str, Piece]]:
     """(kind of a generator, piece for its state), for the states that rank ``source`` saved."""
     prefix = f"rng.{source}."
     for name in stored.metadata.state_dict_metadata:
@@ -338,7 +338,7 @@ def _rng(stored: Stored, source: int) -> Iterator[tuple[str, Piece]]:
             )
 
 
-def _restore_generators(owner: Owner, stored: Stored, rng: dict[str, Tensor]) -> tuple[str, ...]:
+def _restore_generators(owner: Owner, stored: StoredCheckpoint, rng: dict[str, Tensor]) -> tuple[str, ...]:
     """Restores the random state, or seeds anew from seed, step, data rank and stage if ``rng`` is empty. Returns notes."""
     if rng:
         owner.random.set_tensors(rng)

@@ -49,14 +49,14 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint on disk, verified."""
 
     path: Path
     manifest: Manifest
 
     @classmethod
-    def open(cls, path: Any, agreement: RankAgreement, *, verify: bool = True) -> Stored:
+    def open(cls, path: Any, agreement: RankAgreement, *, verify: bool = True) -> StoredCheckpoint:
         """Opens the checkpoint at a path, or the newest of a folder. Collective.
 
         Args:
@@ -87,7 +87,7 @@ class Stored:
     @classmethod
     def newest_undamaged(
         cls, folder: Any, agreement: RankAgreement, *, verify: bool = True
-    ) -> tuple[Stored, tuple[str, ...]]:
+    ) -> tuple[StoredCheckpoint, tuple[str, ...]]:
         """Opens the newest checkpoint of a folder; if it is damaged, the one before, and so on. Collective.
 
         Returns:
@@ -154,7 +154,7 @@ class Stored:
         agreement.do(read, failed)
 
 
-def compare(stored: Stored, contents: Contents, all_names: Iterable[str], findings: Findings) -> None:
+def compare(stored: StoredCheckpoint, contents: Contents, all_names: Iterable[str], findings: Findings) -> None:
     """Adds a finding for each difference between the names and shapes of a model and of a checkpoint.
 
     Args:
@@ -194,7 +194,7 @@ def _more(count: int, kind: str, findings: Findings) -> None:
         findings.add(where="…", given=f"{count - _SHOWN} more that are {kind}", required="the same names on both sides")
 
 
-def model_pieces(stored: Stored, contents: Contents) -> tuple[list[Piece], dict[str, str]]:
+def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[Piece], dict[str, str]]:
     """The pieces to read the model's values into; and name of a piece → its name in the checkpoint.
 
     A buffer with another shape than the saved one is replaced by an empty tensor of that shape.
@@ -237,7 +237,7 @@ class OptimizerState:
 
 
 def optimizer_state(
-    stored: Stored, number: int, optimizer: Optimizer, contents: Contents, findings: Findings
+    stored: StoredCheckpoint, number: int, optimizer: Optimizer, contents: Contents, findings: Findings
 ) -> OptimizerState:
     """Allocates the saved state of an optimizer, for the parameters of which this rank holds a part.
 
@@ -275,7 +275,7 @@ def optimizer_state(
 
 
 def _groups(
-    stored: Stored, optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]], by_id: Mapping[int, LocalParameter],
+    stored: StoredCheckpoint, optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]], by_id: Mapping[int, LocalParameter],
     index: Mapping[int, int], findings: Findings,
 ) -> tuple[dict[str, Any], ...]:  # fmt: skip
     """The optimizer's groups with the saved settings, in the form that ``load_state_dict`` takes.
@@ -335,7 +335,7 @@ def _settings(number: int, names: set[str], groups: Sequence[dict[str, Any]], fi
     return settings[0] if settings else {}
 
 
-def restore(name: str, target: Any, stored: Stored, findings: Findings) -> Callable[[], None]:
+def restore(name: str, target: Any, stored: StoredCheckpoint, findings: Findings) -> Callable[[], None]:
     """A function that restores a scheduler or data source (``target``) from the saved state ``name``; nothing if it is None.
 
     Adds a finding if this state was not saved.

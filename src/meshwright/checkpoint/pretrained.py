@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.conversion import Matched, Source, Values, matched
+from meshwright.checkpoint.conversion import MatchedTensors, Source, Values, matched
 from meshwright.checkpoint.folder import OnProgress, ignore_progress
 from meshwright.checkpoint.lazy_tensor import LazyTensor, read_slices
 from meshwright.checkpoint.rank_agreement import RankAgreement
@@ -79,7 +79,7 @@ def load_pretrained(
     return Pretrained(path, missing, tuple(match.unexpected))
 
 
-def _matched(model: ShardedModel, path: Path, strict: bool) -> tuple[Targets, Matched]:
+def _matched(model: ShardedModel, path: Path, strict: bool) -> tuple[Targets, MatchedTensors]:
     """The names of the model, and the tensor of the folder for each. Raises PlanError with every problem on this rank."""
     findings = Findings("this folder")
     findings.extend(_prerequisites(path))
@@ -91,7 +91,7 @@ def _matched(model: ShardedModel, path: Path, strict: bool) -> tuple[Targets, Ma
     return targets, match
 
 
-def _read(model: ShardedModel, match: Matched, on_progress: OnProgress) -> None:
+def _read(model: ShardedModel, match: MatchedTensors, on_progress: OnProgress) -> None:
     """Reads this rank's slices into its parameters, and all of its buffers."""
     lazy_tensors = _LazyTensors()
     for line, local in _local_tensors(model):
@@ -150,7 +150,7 @@ def _all_of(value: Tensor) -> Slices:
     return tuple(((0, n),) if n else () for n in value.shape)
 
 
-def _name_in(match: Matched, names: Iterable[str]) -> str | None:
+def _name_in(match: MatchedTensors, names: Iterable[str]) -> str | None:
     """The first of a parameter's names that the folder has; None if it has none of them."""
     return next((name for name in names if name in match.sources), None)
 
@@ -166,7 +166,7 @@ def _prerequisites(path: Path) -> Iterator[Finding]:
 
 
 def _add_problems(
-    model: ShardedModel, targets: Any, match: Matched, path: Path, strict: bool, findings: Findings
+    model: ShardedModel, targets: Any, match: MatchedTensors, path: Path, strict: bool, findings: Findings
 ) -> None:
     """Adds a finding for each problem that prevents loading. Removes names from ``match.unexpected`` that may be ignored."""
     for name, why in match.failed.items():
@@ -204,7 +204,7 @@ def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return not any(dtype.is_complex or dtype == torch.bool for dtype in (stored, wanted))
 
 
-def _check_names(module: nn.Module, targets: Any, match: Matched, path: Path, findings: Findings) -> None:
+def _check_names(module: nn.Module, targets: Any, match: MatchedTensors, path: Path, findings: Findings) -> None:
     """Adds a finding for names of the model that the folder lacks, and for names of the folder that the model lacks."""
     optional = _any_of(getattr(module, "_keys_to_ignore_on_load_missing", None))
     missing = {
@@ -241,7 +241,7 @@ def _any_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns or ()) or r"(?!)")
 
 
-def _untied(model: ShardedModel, match: Matched) -> Iterator[Finding]:
+def _untied(model: ShardedModel, match: MatchedTensors) -> Iterator[Finding]:
     """A finding for each parameter that is tied in the model, but has unequal values under its names in the folder.
 
     A rank compares its own slices.

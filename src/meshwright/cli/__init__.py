@@ -34,7 +34,7 @@ from meshwright.cli.compare import compare
 from meshwright.cli.dryrun import dryrun
 from meshwright.cli.env import env
 from meshwright.cli.export import export
-from meshwright.cli.help import Taught, TaughtGroup
+from meshwright.cli.help import CommandWithExamples, GroupWithExamples
 from meshwright.cli.inspect import inspect
 from meshwright.cli.plan import plan
 from meshwright.cli.predict import predict
@@ -46,7 +46,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="meshwright",
-    cls=TaughtGroup,
+    cls=GroupWithExamples,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -107,7 +107,7 @@ def _about() -> None:
 
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # 1024 ranks, on a laptop
 meshwright show hf:llama --mesh dp_shard=128,tp=8
@@ -134,7 +134,7 @@ meshwright show hf:gpt2 --mesh tp=2 --json > layout.json
 )(show)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # FSDP × tensor parallel; tensor and sequence parallel with recompute
 meshwright check hf:gpt2 --mesh dp_shard=2,tp=2 \\
@@ -158,7 +158,7 @@ meshwright check tiny.py:model --loss tiny.py:loss --mesh dp_shard=2,tp=2
 )(check)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # the fastest plans that fit 8 H100; writes the best one to a file for train
 meshwright plan hf:gpt2 --devices 8 --hardware h100 --seq 1024 --global-batch 64 \\
@@ -180,7 +180,7 @@ meshwright plan hf:gpt2 --devices 2 --top 2 --measure 4 --seq 64 \\
 )(plan)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # 64 H100 in 8 nodes: does a step of 64 rows of 1024 tokens fit, and how long does it take?
 meshwright predict hf:gpt2 --mesh dp_shard=16,tp=4 --hardware h100 --seq 1024 \\
@@ -193,7 +193,7 @@ meshwright predict hf:gpt2 --mesh pp=2,dp_shard=8 --hardware h100 --network roce
 )(predict)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # rank 5 of 64: its memory at the peak and its collectives, beside the prediction
 meshwright dryrun hf:gpt2 --rank 5 --mesh dp_shard=16,tp=4 --hardware h100 \\
@@ -205,7 +205,7 @@ meshwright dryrun hf:gpt2 --rank 1 --mesh pp=2 --hardware a100 --set n_layer=2 -
 )(dryrun)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # this machine, measured; then predicted, run, and compared
 meshwright calibrate
@@ -218,7 +218,7 @@ meshwright calibrate --threads 2 --out two-threads.yaml
 )(calibrate)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # 4 local processes
 meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 10 --lr 1e-2 \\
@@ -247,7 +247,7 @@ torchrun --nproc-per-node 2 --max-restarts 3 -m meshwright train rows.py:model \
 )(train)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 # your own script; record one of its steps on one process and on two
 cat > script.py <<'END'
@@ -285,7 +285,7 @@ meshwright train hf:gpt2 --mesh dp_shard=2,tp=2 --seq 64 --steps 2 --out run \\
 """
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog=f"""{_SAVED}
 # its loss, rate, memory and checkpoints, in the terminal and in run/report.html
 meshwright report run
@@ -294,7 +294,7 @@ meshwright report run --json > run.json
 )(report)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog=f"""{_SAVED}
 # its checkpoints; each tensor of the newest; as JSON
 meshwright inspect run
@@ -304,7 +304,7 @@ meshwright inspect run --quick --json > run.json
 )(inspect)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog=f"""{_SAVED}
 # its newest checkpoint, for transformers: from_pretrained("gpt2-64")
 meshwright export run gpt2-64
@@ -315,7 +315,7 @@ meshwright export run gpt2-64-bf16 --dtype bfloat16 --shard-size 100KB
 )(export)
 
 app.command(
-    cls=Taught,
+    cls=CommandWithExamples,
     epilog="""
 meshwright env
 torchrun --nproc-per-node 2 -m meshwright env

@@ -10,15 +10,15 @@ from typer.core import TyperCommand, TyperGroup
 from meshwright.draw.console import console
 
 
-class Taught(TyperCommand):
+class CommandWithExamples(TyperCommand):
     """A command whose epilog is examples. They are printed below its options, line by line, without line breaks."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _print_help(self, super().format_help, ctx, formatter)
 
 
-class TaughtGroup(TyperGroup):
-    """A group of commands whose epilog is examples, printed as ``Taught`` prints them."""
+class GroupWithExamples(TyperGroup):
+    """A group of commands whose epilog is examples, printed as ``CommandWithExamples`` prints them."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _print_help(self, super().format_help, ctx, formatter)

@@ -47,7 +47,7 @@ class Inputs:
     settings: Mapping[str, Any]
     rows: int
     length: int
-    searched: Searched | None = None
+    searched: SearchOutcome | None = None
 
     @staticmethod
     def read(
@@ -115,7 +115,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchOutcome:
     """The result of a search for ``mesh: auto``.
 
     Attributes:
@@ -167,7 +167,7 @@ def _loaded(
 def _searched(
     target: Target, plan: Plan, loss: TargetLoss | None, devices: int, nodes: int | None, rows: int | None,
     hardware: Profile,
-) -> tuple[Plan, Searched]:  # fmt: skip
+) -> tuple[Plan, SearchOutcome]:  # fmt: skip
     """Searches the plan that ``mesh: auto`` stands for. Raises PlanError if none fits.
 
     Args:
@@ -190,7 +190,7 @@ def _searched(
             global_batch=rows,
             loss=loss,
         )
-    return chosen, Searched(rows or rows_of(target.batch), notes)
+    return chosen, SearchOutcome(rows or rows_of(target.batch), notes)
 
 
 class Problems:

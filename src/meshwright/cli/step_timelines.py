@@ -20,7 +20,7 @@ from meshwright.target import HF, TargetLoss, load_target
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
-    from meshwright.train.history import History, Observed
+    from meshwright.train.history import History, ObservedStep
 
 _DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
 _DRAWN = 24  # most steps that are drawn: one HTML page holds them all
@@ -64,7 +64,7 @@ def without_predictions(history: History, step: int | None = None) -> tuple[Step
     )
 
 
-def worth_drawing(observed: Sequence[Observed], step: int | None = None) -> list[Observed]:
+def worth_drawing(observed: Sequence[ObservedStep], step: int | None = None) -> list[ObservedStep]:
     """Selects about ``_DRAWN`` of the observed steps: the first, the last, the slowest, ``step``, and others at even
     distances. All of them, if there are no more than ``_DRAWN``."""
     if len(observed) <= _DRAWN:
@@ -75,7 +75,7 @@ def worth_drawing(observed: Sequence[Observed], step: int | None = None) -> list
     return [observed[i] for i in sorted({*evenly_spaced, slowest, *asked_for})]
 
 
-def _prediction_fields(run: Path, observed: Observed, hardware: str | None, network: str | None) -> dict[str, Any]:
+def _prediction_fields(run: Path, observed: ObservedStep, hardware: str | None, network: str | None) -> dict[str, Any]:
     """The fields of a ``StepInTime`` that hold its prediction; or ``why``, if there is none."""
     try:
         profile = named_profile(hardware, network)
@@ -85,7 +85,7 @@ def _prediction_fields(run: Path, observed: Observed, hardware: str | None, netw
         return {"why": "; ".join(filter(None, parts))}
 
 
-def _predicted(run: Path, observed: Observed, profile: Profile) -> Timeline:
+def _predicted(run: Path, observed: ObservedStep, profile: Profile) -> Timeline:
     """The predicted timeline of an observed step on a profile.
 
     Raises:

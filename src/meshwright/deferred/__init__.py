@@ -12,9 +12,9 @@ identified by its address: a *cell*. For a deferred tensor
     4. an op that reads a value, or that has no meta kernel, gets its values by replay.
 
 A replay (`Log.evaluate`) goes backwards through the log from the wanted cells, stops at full overwrites, and runs the ops that
-it needs forwards, each random op from its logged generator state. So `Recorded.value(name)` is bit for bit the value of plain
-`build()`. At the end, parameters move to the meta device, in place, so that ties and aliases stay; every other deferred tensor
-that is still alive (buffers, attributes, caches elsewhere) is filled in place.
+it needs forwards, each random op from its logged generator state. So `RecordedModule.value(name)` is bit for bit the value of
+plain `build()`. At the end, parameters move to the meta device, in place, so that ties and aliases stay. Every other deferred
+tensor that is still alive (buffers, attributes, caches elsewhere) is filled in place.
 
 Limits: torch, machine and number of threads must be the same, as reductions may round differently. Values from outside torch
 (numpy, lists, files), or written through `.numpy()`, cannot be recomputed: they are kept. Not seen: memory that is read without
@@ -45,7 +45,7 @@ from meshwright.deferred.memory import address_of, bits_of
 from meshwright.deferred.recorder import Readers, Recorder
 from meshwright.generators import seed_all
 
-__all__ = ["Build", "Recorded", "record"]
+__all__ = ["Build", "RecordedModule", "record"]
 
 Build: TypeAlias = Callable[[], nn.Module]
 """Makes a model."""
@@ -53,7 +53,7 @@ Build: TypeAlias = Callable[[], nn.Module]
 _Value = Ref | Tensor | None  # by replay of the log; kept; there is none
 
 
-class Recorded:
+class RecordedModule:
     """A module whose parameters are on the meta device, and the log from which each value is computed.
 
     Attributes:
@@ -86,7 +86,7 @@ class Recorded:
         return self._log.tensor(value) if isinstance(value, Ref) else copied(value)
 
 
-def record(build: Build, *, seed: int | None = None, draw: bool = True, small: int = 4096) -> Recorded:
+def record(build: Build, *, seed: int | None = None, draw: bool = True, small: int = 4096) -> RecordedModule:
     """Runs `build` without memory for its parameters.
 
     Args:
@@ -117,7 +117,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     by_chance = _by_chance(module, recorder)
     recorder.fill_all()
     recorder.log.keep(value.cell for value in values.values() if isinstance(value, Ref))
-    return Recorded(module, recorder.log, values, draw, by_chance)
+    return RecordedModule(module, recorder.log, values, draw, by_chance)
 
 
 def _by_chance(module: nn.Module, recorder: Recorder) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class RanWhole:
+class UnshardedFunction:
     """A function that no decider can shard: its inputs are gathered, and it runs on full tensors.
 
     Attributes:
@@ -68,7 +68,7 @@ class Communication:
 
     source: str
     exchanges: tuple[Exchange, ...]
-    ran_whole: tuple[RanWhole, ...] = ()
+    ran_whole: tuple[UnshardedFunction, ...] = ()
 
 
 def communication(recipe: Recipe, prediction: Prediction | None = None) -> Communication:
@@ -85,7 +85,7 @@ def communication(recipe: Recipe, prediction: Prediction | None = None) -> Commu
         for role in prediction.roles
         for exchange in prediction.exchanges.get(role.rank, ())
     )
-    return Communication("prediction", exchanges, tuple(RanWhole(*fields) for fields in prediction.ran_whole))
+    return Communication("prediction", exchanges, tuple(UnshardedFunction(*fields) for fields in prediction.ran_whole))
 
 
 def _gathered_units(recipe: Recipe) -> list[Exchange]:

@@ -27,7 +27,7 @@ from rich.text import Text
 from meshwright.names import fold_names
 
 if TYPE_CHECKING:  # recordings are compared where torch is loaded
-    from meshwright.recording.verdict import Explained, Verdict, Wrong
+    from meshwright.recording.verdict import ExplainedDifferences, TensorDifference, Verdict
 
 _NAMES, _LINES = 4, 6  # most folded names, and most lines, of a cause
 
@@ -71,7 +71,7 @@ def _counts(verdict: Verdict) -> Table:
     return table
 
 
-def _cause(cause: Explained, every: bool) -> Iterator[RenderableType]:
+def _cause(cause: ExplainedDifferences, every: bool) -> Iterator[RenderableType]:
     count = f"{len(cause.wrong)} of {cause.of}: " if cause.kind in ("weights", "gradients", "updates", "names") else ""
     folded = [str(name) for name in fold_names([wrong.name for wrong in cause.wrong])]
     shown = folded if every else folded[:_NAMES]
@@ -84,7 +84,7 @@ def _cause(cause: Explained, every: bool) -> Iterator[RenderableType]:
     yield Padding.indent(_lines(cause, every), 4)
 
 
-def _lines(cause: Explained, every: bool) -> Table:
+def _lines(cause: ExplainedDifferences, every: bool) -> Table:
     table = _table()
     for title in ("", "error", "factor", "layout"):
         table.add_column(title, justify="right" if title in ("error", "factor") else "left", no_wrap=True)
@@ -95,7 +95,7 @@ def _lines(cause: Explained, every: bool) -> Table:
     return table
 
 
-def _numbers(wrong: Wrong) -> tuple[str, str]:
+def _numbers(wrong: TensorDifference) -> tuple[str, str]:
     pattern = wrong.pattern
     error = f"{pattern.error:.1e}" if isfinite(pattern.error) and pattern.error else ""
     return error, f"{pattern.factor:.4f}" if pattern.factor is not None else ""

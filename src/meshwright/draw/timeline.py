@@ -21,9 +21,9 @@ from meshwright.schedule import COMPUTE, Action, Schedule, make_schedule, most_i
 from meshwright.schedule import timeline as spans_of
 
 if TYPE_CHECKING:  # predictions are made where torch is loaded
-    from meshwright.prediction.clock import Spent
-    from meshwright.prediction.play import Played
-    from meshwright.runtime.observed import Collective, Seen
+    from meshwright.prediction.clock import PhaseSeconds
+    from meshwright.prediction.play import PlayedStep
+    from meshwright.runtime.observed import Collective, RankTimes
 
 WORDS = {
     "F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights",
@@ -151,7 +151,7 @@ class Timeline:
         return max(0.0, 1 - sum(line.busy for line in self.lines) / total) if total else 0.0
 
 
-def timeline(recipe: Recipe, played: Played | None = None) -> Timeline:
+def timeline(recipe: Recipe, played: PlayedStep | None = None) -> Timeline:
     """The timeline of a recipe's step.
 
     Args:
@@ -198,7 +198,7 @@ def _neighbour(recipe: Recipe, action: Action) -> int | None:
     return None
 
 
-def _in_seconds(recipe: Recipe, schedule: Schedule, played: Played) -> Timeline:
+def _in_seconds(recipe: Recipe, schedule: Schedule, played: PlayedStep) -> Timeline:
     """The timeline of a prediction, in seconds."""
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     for rank, start, phase in played.phases:
@@ -218,7 +218,7 @@ def _in_seconds(recipe: Recipe, schedule: Schedule, played: Played) -> Timeline:
 # --- a step that was measured -----------------------------------------------------------------------------------------
 
 
-def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
+def measured(recipe: Recipe, seen: Sequence[RankTimes]) -> Timeline:
     """The timeline of a measured step. Time 0 is the first begin of an action on any rank.
 
     Args:
@@ -243,7 +243,7 @@ def measured(recipe: Recipe, seen: Sequence[Seen]) -> Timeline:
     return _timeline("seconds", recipe, schedule, slots, transfers, exchanges)
 
 
-def _measured_slots(seen: Seen) -> list[Slot]:
+def _measured_slots(seen: RankTimes) -> list[Slot]:
     """The slots of a rank, in order. The time of the step before the first action is ``begin``, after the last one ``end``."""
     actions = [(start, stop) for activity, start, stop in seen.activities if isinstance(activity, Action)]
     spans: list[tuple[float, float, Action | str]] = []
@@ -312,7 +312,7 @@ def _slot(activity: Action | str, start: float, stop: float, parts: Mapping[str,
     return Slot(start, stop, "begin" if activity.startswith("step") else activity, parts=parts or {})
 
 
-def _parts(spent: Spent) -> dict[str, float]:
+def _parts(spent: PhaseSeconds) -> dict[str, float]:
     """The parts of a predicted action: see ``Slot.parts``."""
     parts = {"compute": spent.device.seconds, "host": spent.host.seconds}
     parts |= {f"communication over {axis}": estimate.seconds for axis, estimate in spent.exposed.items()}

@@ -17,7 +17,7 @@ from meshwright.plan import Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.places import Branches, place_of
 from meshwright.planning.rows import rows_apart
-from meshwright.regions import Join, Placed, Regions, find_regions, place_events
+from meshwright.regions import Join, PlacesOfCalls, Regions, find_regions, place_events
 from meshwright.submesh import Submesh, Submeshes, trunk
 
 
@@ -133,7 +133,9 @@ def _check_called(
             )
 
 
-def _check_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+def _check_reads(
+    regions: Regions, placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings
+) -> None:
     for position in ties_by_reads(regions, placed, places, graph):
         event, branch = graph.events[position], regions.places[position]
         why = "and a branch comes after it"
@@ -147,7 +149,7 @@ def _check_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mod
         )
 
 
-def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: ModelGraph) -> list[int]:
+def ties_by_reads(regions: Regions, placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph) -> list[int]:
     """The positions of events that read a value (``if x.any():``) where branches cannot be.
 
     After a read, the module's path may depend on the value, so no branch may follow in the same call. A value that a branch
@@ -173,7 +175,7 @@ def ties_by_reads(regions: Regions, placed: Placed, places: Submeshes, graph: Mo
     return ties
 
 
-def _check_slots(placed: Placed, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+def _check_slots(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     followed = graph.followed or graph
     for (module, name), branch, position in slots_of_two_places(placed, places, graph):
         event = followed.events[position]
@@ -203,7 +205,9 @@ def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, finding
         )
 
 
-def slots_of_two_places(placed: Placed, places: Submeshes, graph: ModelGraph) -> list[tuple[tuple[str, str], int, int]]:
+def slots_of_two_places(
+    placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph
+) -> list[tuple[tuple[str, str], int, int]]:
     """Slots (buffers and attributes of modules) that a branch changes, or uses before a change, and that another place uses.
 
     Returns:

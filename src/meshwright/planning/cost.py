@@ -13,7 +13,7 @@ from meshwright.spmd.torch_functions import flops_of, op_facts
 
 
 @dataclass(frozen=True)
-class Spent:
+class OpCounts:
     """Counts over some ops.
 
     Attributes:
@@ -37,14 +37,14 @@ class Cost(DispatchMode):
         self._flops = self._moved = self._draws = 0
         self._drawn_from: list[torch.Generator] = []
 
-    def so_far(self) -> Spent:
+    def so_far(self) -> OpCounts:
         """The counts until now."""
-        return Spent(self._flops, self._moved, self._draws, tuple(self._drawn_from))
+        return OpCounts(self._flops, self._moved, self._draws, tuple(self._drawn_from))
 
-    def since(self, before: Spent) -> Spent:
+    def since(self, before: OpCounts) -> OpCounts:
         """The counts since ``before``, a result of ``so_far``."""
         drawn_from = tuple(self._drawn_from[len(before.drawn_from) :])
-        return Spent(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
+        return OpCounts(self._flops - before.flops, self._moved - before.moved, self._draws - before.draws, drawn_from)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from meshwright.graph import ROOT, Call, ModelGraph
-from meshwright.regions import Join, Placed, Regions, find_regions
+from meshwright.regions import Join, PlacesOfCalls, Regions, find_regions
 from meshwright.submesh import Submeshes
 
 
-def followers(graph: ModelGraph, placed: Placed, places: Submeshes) -> dict[str, int]:
+def followers(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) -> dict[str, int]:
     """Module → the branch with which it must run, so that branches run at the same time.
 
     Returns:
@@ -66,7 +66,7 @@ def first_wait(regions: Regions, places: Submeshes, graph: ModelGraph, join: Joi
     return None
 
 
-def _fed_by(regions: Regions, graph: ModelGraph, placed: Placed, position: int, number: int) -> Call | None:
+def _fed_by(regions: Regions, graph: ModelGraph, placed: PlacesOfCalls, position: int, number: int) -> Call | None:
     """The outermost call around an event whose inputs come only from the trunk and from the branch that made value ``number``.
 
     None if there is no such call; a call is skipped if its module is called more than once, has events in a branch, or is or

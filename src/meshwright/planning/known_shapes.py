@@ -22,7 +22,7 @@ from meshwright.spmd.autograd_functions import transforming
 
 
 @dataclass
-class Asked:
+class ShapeEntries:
     """The entries of the cache. They hold for every forward of a model, so several ``KnownShapes`` may share them.
 
     Attributes:
@@ -46,10 +46,10 @@ class KnownShapes(MetaFunctions):
         asked: a cache to use and to fill; a new one if None.
     """
 
-    def __init__(self, shadow: Shadow, asked: Asked | None = None) -> None:
+    def __init__(self, shadow: Shadow, asked: ShapeEntries | None = None) -> None:
         super().__init__()
         self._shadow = shadow
-        self._asked = asked if asked is not None else Asked()
+        self._asked = asked if asked is not None else ShapeEntries()
 
     def call_function(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """See ``MetaFunctions``."""
@@ -119,4 +119,4 @@ def _is_fresh(result: Any, tensors: list[Tensor]) -> bool:
     return not result.storage_offset() and result.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
 
-__all__ = ["Asked", "KnownShapes"]
+__all__ = ["KnownShapes", "ShapeEntries"]

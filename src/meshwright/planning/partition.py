@@ -1,4 +1,4 @@
-"""``Runs``: ways to cut 0..n into consecutive runs, one for each stage, of which each stays within a limit.
+"""``CutPlans``: ways to cut 0..n into consecutive runs, one for each stage, of which each stays within a limit.
 
 A limit is passed as *earliest*: the end of a run → the earliest begin that the run may have. A run's cost grows with its
 length, so the earliest begin never decreases as the end grows, and one pass with two pointers finds it for all ends. Testing
@@ -20,7 +20,7 @@ Earliest = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Runs:
+class CutPlans:
     """The ways to cut 0..``n``.
 
     Attributes:
@@ -87,4 +87,4 @@ class Runs:
         return sums, chosen
 
 
-__all__ = ["Earliest", "Runs"]
+__all__ = ["CutPlans", "Earliest"]

@@ -22,7 +22,7 @@ from math import prod
 
 from meshwright.errors import Findings
 from meshwright.graph import ROOT, ModelGraph, spelled
-from meshwright.planning.partition import Earliest, Runs
+from meshwright.planning.partition import CutPlans, Earliest
 from meshwright.recipe import Stage
 
 SLACK = 1.03
@@ -160,7 +160,7 @@ def choose_cuts(
     marks, costs = [0, *positions, len(graph.events)], Costs(graph, sizes)
     if len(marks) <= stages and not empty:
         return None
-    runs = Runs(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
+    runs = CutPlans(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
     work = runs.smallest(costs.work[-1], lambda limit: costs.by_work(marks, limit))
     if work is None:
         return None

@@ -22,7 +22,7 @@ from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.comm import PlannedAxis
 from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.decide.gradient import ENGINES
-from meshwright.spmd.decision import Blocks, Body, Choice, Decided, Decision, Gather, Need, Units, Use
+from meshwright.spmd.decision import Blocks, Body, Choice, DecidedCall, Decision, Gather, Need, Units, Use
 from meshwright.spmd.dispatcher import Dispatcher, signature_of
 from meshwright.spmd.execute import Ready
 from meshwright.spmd.mode import SPECIAL, GlobalTensorMode
@@ -33,7 +33,7 @@ from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_fi
 _PATIENCE = 12  # how many times a family's style may change before its parameters are replicated
 
 
-class Learnt(BaseException):
+class StyleChanged(BaseException):
     """A style has changed: run the forward again. Not an Exception, so that a model's own ``except`` lets it through."""
 
 
@@ -135,7 +135,7 @@ class Decisions:
         prepared: see ``Dispatcher.prepared``.
     """
 
-    read: dict[tuple[Any, ...], Decided] = field(default_factory=dict)
+    read: dict[tuple[Any, ...], DecidedCall] = field(default_factory=dict)
     prepared: dict[tuple[Any, ...], Ready] = field(default_factory=dict)
 
 
@@ -183,7 +183,7 @@ class Planner:
         self._alive: list[Tensor] = []
         self.uses: Uses | None = None
         self._asked: set[str] | None = None
-        self._known: dict[tuple[Any, ...], Decided] = {}
+        self._known: dict[tuple[Any, ...], DecidedCall] = {}
 
     def take(self, decisions: Decisions) -> None:
         """Uses ``decisions`` as a cache: reads what is in it, and adds each new decision."""
@@ -315,7 +315,7 @@ class Planner:
 
     # --- reading decisions -------------------------------------------------------------------------------------------
 
-    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+    def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecidedCall:
         """The decision on a call, after cuts are chosen for its undecided parameters. Learns from the decision about cuts."""
         declined: set[int] = set()
         while True:
@@ -345,11 +345,11 @@ class Planner:
             self.gathered(func, [x for x in tensors if isinstance(x, GlobalTensor)])
         return decided
 
-    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+    def _decided(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecidedCall:
         """The decision on a call, made once for each signature: the blocks of a model have equal signatures."""
         signature, tensors = signature_of(func, args, kwargs)
         if (cached := self._known.get(signature)) is not None:
-            return Decided(cached.answer, tensors, cached.args, cached.kwargs, signature)
+            return DecidedCall(cached.answer, tensors, cached.args, cached.kwargs, signature)
         decided = replace(self.dispatcher.decide(func, args, kwargs), signature=signature)
         if isinstance(decided.answer, Decision) and decided.answer.cacheable and NEVER not in signature:
             self._known[signature] = replace(decided, tensors=[])  # without the tensors, which are this call's
@@ -413,10 +413,10 @@ class Planner:
         replicated = {name: replace(self.style(name), kind="replicate", reason=reason) for name in names}
         self.learn(replicated, later=True)
         if any(not self.styles.get(n, Style()).forced for n in names):
-            raise Learnt
+            raise StyleChanged
 
     def learn(self, styles: Mapping[str, Style], *, later: bool = False) -> None:
-        """Keeps the new styles of parameters' families. Raises ``Learnt`` if a style has changed, unless ``later``."""
+        """Keeps the new styles of parameters' families. Raises ``StyleChanged`` if a style has changed, unless ``later``."""
         changed = False
         for name, style in styles.items():
             if self.styles.get(name, Style()).forced and style.kind == "replicate":
@@ -429,7 +429,7 @@ class Planner:
                 self.learnt[key] = style
                 changed = True
         if changed and not later:
-            raise Learnt
+            raise StyleChanged
 
     def _engine(self, func: Any) -> Callable[..., Any]:
         self.differentiates = True

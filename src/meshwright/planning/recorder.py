@@ -19,7 +19,7 @@ from meshwright.described import tensors_within
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
-from meshwright.planning.cost import Cost, Spent
+from meshwright.planning.cost import Cost, OpCounts
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.planning.module_state import own_attributes
 from meshwright.planning.slot_uses import SlotUses
@@ -221,7 +221,7 @@ class Recorder(Tracer):
             graph.differentiated[position] = self._differentiated(func, args, kwargs)
         return result
 
-    def _spent_on(self, func: Any, spent: Spent) -> dict[str, Any]:
+    def _spent_on(self, func: Any, spent: OpCounts) -> dict[str, Any]:
         """The counts of an event, as keyword arguments of ``Event``."""
         generators = tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from)))
         draws = spent.draws > 0 or is_random(func)

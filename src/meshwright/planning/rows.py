@@ -58,11 +58,11 @@ def rows_apart(model: nn.Module, place: Submesh, graph: ModelGraph) -> bool:
     calls = [c for c in graph.calls.values() if c.module in place.modules]
     if rows is None or rows < place.data or not calls or any(c.fresh or c.stashed for c in calls):
         return False
-    divided = Divided(rows, place.data, model)
+    divided = DividedRows(rows, place.data, model)
     return all(_call_apart(modules[c.module], c, divided) for c in calls)
 
 
-class Divided:
+class DividedRows:
     """``rows`` rows, divided into ``shares`` shares."""
 
     def __init__(self, rows: int, shares: int, model: nn.Module) -> None:
@@ -123,7 +123,7 @@ def _alike(all_rows: _Constants, some_rows: _Constants) -> bool:
     return all(a == b or (a[0] == b[0] and a[0] in _SHAPED) for a, b in pairs)
 
 
-def _call_apart(module: nn.Module, call: Call, rows: Divided) -> bool:
+def _call_apart(module: nn.Module, call: Call, rows: DividedRows) -> bool:
     inputs = [t for t in tensors_of(call.arguments) if rows.has(t)]
     outputs = tensors_of(call.returned)
     if not inputs or not all(map(rows.has, outputs)) or not _plain(call.arguments):
@@ -159,7 +159,7 @@ class _Finder(Tracer):
         by_rows: positions of the events for which this is so.
     """
 
-    def __init__(self, model: nn.Module, graph: ModelGraph, rows: Divided) -> None:
+    def __init__(self, model: nn.Module, graph: ModelGraph, rows: DividedRows) -> None:
         super().__init__(slot_tensors(model, graph.carried))
         self.graph, self.rows, self.by_rows = graph, rows, set[int]()
 
@@ -205,7 +205,7 @@ def events_by_rows(model: nn.Module, run: Callable[[nn.Module], Any], graph: Mod
     rows = rows_of_batch(graph)
     if rows is None or rows < 2:
         return frozenset()
-    finder = _Finder(model, graph, Divided(rows, 2, model))
+    finder = _Finder(model, graph, DividedRows(rows, 2, model))
     with torch.enable_grad(), Shadow(), MetaFunctions(), following(model, finder):
         run(model)
     return frozenset(finder.by_rows)

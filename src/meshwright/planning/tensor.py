@@ -29,8 +29,8 @@ from torch import nn
 
 from meshwright.planning.cuts import Cuts, Style, dims_of_style
 from meshwright.planning.families import families
-from meshwright.planning.known_shapes import Asked, KnownShapes
-from meshwright.planning.planner import Decisions, Learnt, Planner, Reading
+from meshwright.planning.known_shapes import KnownShapes, ShapeEntries
+from meshwright.planning.planner import Decisions, Planner, Reading, StyleChanged
 from meshwright.planning.shadow import Shadow
 from meshwright.planning.units import Uses
 from meshwright.private import storage_of
@@ -63,7 +63,7 @@ def infer_cuts(
 
     family_of = families(model, names.values())
 
-    def follow(styles: Mapping[str, Style]) -> Followed:
+    def follow(styles: Mapping[str, Style]) -> SettledForward:
         return _followed(model, run, axis, size, styles, names, family_of, seeds, uses)
 
     followed = follow(styles)
@@ -96,7 +96,7 @@ def _still_whole(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Followed:
+class SettledForward:
     """The last run of a forward, in which no style changed.
 
     Attributes:
@@ -119,10 +119,10 @@ def _followed(
     seeds: Callable[[Dispatcher], Any] | None,
     uses: Uses | None,
     passes: int = 400,
-) -> Followed:
+) -> SettledForward:
     learnt: dict[str, Style] = {}
     news: dict[str, int] = {}
-    asked, decisions = Asked(), Decisions()  # caches: results on meta and decisions are the same in each pass
+    asked, decisions = ShapeEntries(), Decisions()  # caches: results on meta and decisions are the same in each pass
     large = max((p.numel() for p in model.parameters()), default=0) // 8
     for _ in range(passes):
         planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, large, model)
@@ -143,10 +143,10 @@ def _followed(
                     stack.enter_context(uses.escapes.watching())
                     stack.enter_context(custom_functions(uses.custom))
                 run(model)
-        except Learnt:
+        except StyleChanged:
             continue
         if uses is not None:
             uses.written |= shadow.written
             uses.differentiates |= functions.differentiates or planner.differentiates
-        return Followed(planner, shadow.reads, shadow.sized + shadow.measured)
+        return SettledForward(planner, shadow.reads, shadow.sized + shadow.measured)
     raise RuntimeError(f"no stable cuts after {passes} passes over the forward")

@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PrunedModel:
     """A model without some of its blocks: they pass their inputs through (``passing.py``).
 
     Attributes:
@@ -68,8 +68,8 @@ class Folding:
         base_blocks: number of blocks of each kind in each stage of the base.
     """
 
-    base: Pruned
-    more: tuple[tuple[Pruned, tuple[int, ...]], ...] = ()
+    base: PrunedModel
+    more: tuple[tuple[PrunedModel, tuple[int, ...]], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
     base_blocks: int = BASE_BLOCKS
 
@@ -81,7 +81,7 @@ def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS)
     blocks of each kind in each stage of the base, at least 2.
     """
     if recipe.branches or recipe.streams:
-        return Folding(Pruned({}), base_blocks=base_blocks)
+        return Folding(PrunedModel({}), base_blocks=base_blocks)
     kinds = [by_stage for by_stage in _kinds(model, recipe, base_blocks) if _removable(by_stage, base_blocks)]
     fewest = [_passed(by_stage, _removable(by_stage, base_blocks), base_blocks) for by_stage in kinds]
     more = []
@@ -90,9 +90,9 @@ def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS)
         one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, base_blocks)
         passed_by_kind = [one_more if kind == grown_kind else passed for kind, passed in enumerate(fewest)]
         weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
-        more.append((Pruned(_merged(passed_by_kind)), weights))
+        more.append((PrunedModel(_merged(passed_by_kind)), weights))
     blocks = tuple(tuple(chain.from_iterable(by_stage.values())) for by_stage in kinds)
-    return Folding(Pruned(_merged(fewest)), tuple(more), blocks, base_blocks)
+    return Folding(PrunedModel(_merged(fewest)), tuple(more), blocks, base_blocks)
 
 
 class _ByStage(dict[int, list[str]]):

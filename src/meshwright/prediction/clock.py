@@ -34,7 +34,7 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 @dataclass
-class Spent:
+class PhaseSeconds:
     """Seconds of one action or phase.
 
     Attributes:
@@ -69,7 +69,7 @@ class Phase:
     """
 
     label: Action | str
-    spent: Spent
+    spent: PhaseSeconds
     sends: int = 0
     exchanges: tuple[Exchanges, ...] = ()
 
@@ -154,7 +154,7 @@ class _ActionClock:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.device = self.host = NOTHING
-        self._spent = Spent()
+        self._spent = PhaseSeconds()
         self._unit_start = 0.0  # when the compute of the current FSDP2 unit began
         self._overlapping = 0.0  # seconds of all collectives that may overlap functions
         self._waited = 0.0  # of these, seconds in which the device waited
@@ -196,7 +196,7 @@ class _ActionClock:
             self._spent.expose(axis, Estimate(wait, scatter))
             self._waited += wait
 
-    def end(self) -> Spent:
+    def end(self) -> PhaseSeconds:
         """Waits for all reductions and returns the seconds of the action."""
         for until, (axis, seconds) in ((self._reduced_at, self._last_reduction), (self._summed_at, self._last_sum)):
             self._wait(until, axis, seconds.scatter)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from meshwright.hardware.profile import NOTHING, Estimate
-from meshwright.prediction.clock import Phase, Spent
+from meshwright.prediction.clock import Phase, PhaseSeconds
 from meshwright.prediction.exchanges import extrapolated, module_pattern
 from meshwright.prediction.memory import KERNELS, Levels, Moment, PhaseMoments, Site
-from meshwright.prediction.passing import NotAlike
+from meshwright.prediction.passing import UnlikePatternError
 from meshwright.schedule import Action
 
 Part = tuple[int, int, Moment]
@@ -70,7 +70,7 @@ def phase_levels(rehearsed: Sequence[Levels], weights: Sequence[int]) -> list[Ph
     """
     phases = [levels.phases for levels in rehearsed]
     if len({tuple(phase.label for phase in one_each) for one_each in phases}) != 1:
-        raise NotAlike("with one more block, the model runs another schedule")
+        raise UnlikePatternError("with one more block, the model runs another schedule")
     return [_phase(one_each[0], one_each[1:], weights) for one_each in zip(*phases, strict=True)]
 
 
@@ -189,9 +189,9 @@ def _positive(counts: Mapping[K, int]) -> dict[K, int]:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def _spent(base: Spent, others: Sequence[Spent], weights: Sequence[int]) -> Spent:
+def _spent(base: PhaseSeconds, others: Sequence[PhaseSeconds], weights: Sequence[int]) -> PhaseSeconds:
     axes = dict.fromkeys(axis for spent in (base, *others) for axis in spent.exposed)
-    return Spent(
+    return PhaseSeconds(
         _seconds(base.device, [other.device for other in others], weights),
         _seconds(base.host, [other.host for other in others], weights),
         {

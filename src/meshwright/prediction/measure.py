@@ -37,7 +37,7 @@ third record blocks as local programs (``replay``)."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurement:
     """The measurements of one rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Measured:
 
 def measured_rank(
     build: Any, batch: Any, plan: Plan, loss: Loss, optimizer: MakeOptimizer, max_norm: float | None, steps: int
-) -> Measured:
+) -> RankMeasurement:
     """Runs steps of a job and measures them. Collective: every rank calls it with equal arguments.
 
     Args:
@@ -78,7 +78,7 @@ def measured_rank(
             with record_function(_STEP):
                 run.step()
     live.append(_bytes(_living()) - others)
-    return Measured(_peaks(profiler, live), live[-1], tuple(run.timed() for _ in range(steps)))
+    return RankMeasurement(_peaks(profiler, live), live[-1], tuple(run.timed() for _ in range(steps)))
 
 
 class _Steps:

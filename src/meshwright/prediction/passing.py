@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.deferred import Build
-from meshwright.prediction.blocks import Pruned
+from meshwright.prediction.blocks import PrunedModel
 from meshwright.private import pytree
 
 
-class NotAlike(Exception):
+class UnlikePatternError(Exception):
     """A block cannot be passed through, because it differs from its pattern. The full model must be rehearsed."""
 
 
-def pruned(build: Build, blocks: Pruned) -> Build:
+def pruned(build: Build, blocks: PrunedModel) -> Build:
     """A build function like ``build``, whose model passes its inputs through the blocks in ``blocks.blocks``."""
 
     def build_pruned() -> nn.Module:
@@ -91,10 +91,10 @@ class _Pattern:
             NotAlike: the pattern was not called before, it had more input tensors, or a tensor that it returned is freed.
         """
         if self._spec is None:
-            raise NotAlike("a block is called before its pattern")
+            raise UnlikePatternError("a block is called before its pattern")
         tensors = _tensors((args, kwargs))
         if any(index is not None and index >= len(tensors) for index, _ in self._outputs):
-            raise NotAlike("a block is called with fewer tensors than its pattern")
+            raise UnlikePatternError("a block is called with fewer tensors than its pattern")
         leaves = [tensors[index] if index is not None else recall() for index, recall in self._outputs]
         return pytree.tree_unflatten(leaves, self._spec)
 
@@ -116,7 +116,7 @@ def _weak(value: Any) -> Callable[[], Any]:
 
     def recall() -> Tensor:
         if (t := reference()) is None:
-            raise NotAlike("an output of a block, other than its hidden values, has been freed")
+            raise UnlikePatternError("an output of a block, other than its hidden values, has been freed")
         return t
 
     return recall

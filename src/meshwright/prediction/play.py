@@ -26,7 +26,7 @@ Transfer = Callable[[int, int, int], Estimate]
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedStep:
     """A step in time. All times are seconds since its begin; ranks are ranks of the pipeline axis.
 
     Attributes:
@@ -40,11 +40,11 @@ class Played:
     spans: tuple[Span, ...]
     ends: Mapping[int, float]
     waits: Mapping[int, float]
-    phases: tuple[Placed, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    phases: tuple[PlacedAction, ...] = ()
+    sent: tuple[PlayedSend, ...] = ()
 
 
-class Placed(NamedTuple):
+class PlacedAction(NamedTuple):
     """An action or phase of a rank of the pipeline axis, and its start in seconds."""
 
     rank: int
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
     phase: Phase
 
 
-class Sent(NamedTuple):
+class PlayedSend(NamedTuple):
     """A send: its action, the rank that sends, its start and its arrival in seconds, and its bytes."""
 
     action: Action
@@ -62,7 +62,7 @@ class Sent(NamedTuple):
     nbytes: int
 
 
-def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
+def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> PlayedStep:
     """Computes when each action and phase begins and ends.
 
     Args:
@@ -78,8 +78,8 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
     arrivals: dict[tuple[int, str, int, int], float] = {}
     needs: dict[tuple[int, str, int], list[tuple[int, str, int, int]]] = {}
     spans: list[Span] = []
-    placed: list[Placed] = []
-    sent: list[Sent] = []
+    placed: list[PlacedAction] = []
+    sent: list[PlayedSend] = []
     while any(remaining.values()):
         progressed = False
         for rank, phases in remaining.items():
@@ -91,13 +91,13 @@ def play(ranks: Mapping[int, Sequence[Phase]], transfer: Transfer) -> Played:
                 start = max(clocks[rank], ready)
                 waits[rank] += start - clocks[rank]
                 clocks[rank] = start + phase.spent.total.seconds
-                placed.append(Placed(rank, start, phase))
+                placed.append(PlacedAction(rank, start, phase))
                 if isinstance(phase.label, Action):
                     spans.append(Span(rank, start, clocks[rank], phase.label))
                     sent += _send(phase, rank, start, transfer, arrivals)
         if not progressed:
             raise ValueError(f"ranks wait for each other: {[str(p[0].label) for p in remaining.values() if p]}")
-    return Played(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
+    return PlayedStep(tuple(spans), clocks, waits, tuple(placed), tuple(sent))
 
 
 def _ready(
@@ -123,11 +123,11 @@ def _ready(
 
 def _send(
     phase: Phase, rank: int, start: float, transfer: Transfer, arrivals: dict[tuple[int, str, int, int], float]
-) -> Iterator[Sent]:
+) -> Iterator[PlayedSend]:
     """The send of a phase, if it is one. Adds its arrival to ``arrivals``."""
     action = phase.label
     assert isinstance(action, Action)
     if action.kind.startswith("SEND") and action.other is not None:
         stop = start + transfer(action.stage, action.other, phase.sends).seconds
         arrivals[action.stage, action.kind[-1], action.microbatch, action.other] = stop
-        yield Sent(action, rank, start, stop, phase.sends)
+        yield PlayedSend(action, rank, start, stop, phase.sends)

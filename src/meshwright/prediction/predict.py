@@ -20,7 +20,7 @@ from meshwright.prediction.clock import Phase
 from meshwright.prediction.exchanges import Exchanges, summed
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory
-from meshwright.prediction.play import Played, Transfer, play
+from meshwright.prediction.play import PlayedStep, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.role_costs import role_costs
@@ -162,7 +162,7 @@ def adamw_on(profile: Profile) -> MakeOptimizer:
 
 def _step(
     recipe: Recipe, profile: Profile, roles: tuple[Role, ...], phases: Mapping[int, list[Phase]]
-) -> tuple[Played, StepSeconds]:
+) -> tuple[PlayedStep, StepSeconds]:
     """(the step in time, its seconds with their terms on the rank that ends last)."""
     # Rank of the pipeline axis → its slowest role. The other roles on this rank wait for it at their joins.
     slowest: dict[int, Role] = {}

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.deferred import Build
 from meshwright.plan import Plan
 from meshwright.planned import Planned
-from meshwright.prediction.blocks import Pruned
+from meshwright.prediction.blocks import PrunedModel
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.trace import Trace
@@ -71,7 +71,7 @@ class Rehearsal:
     def recipe(self) -> Recipe:
         return self.planned.recipe
 
-    def passing_through(self, blocks: Pruned) -> Rehearsal:
+    def passing_through(self, blocks: PrunedModel) -> Rehearsal:
         """This rehearsal with a model that passes its inputs through the blocks in ``blocks.blocks``."""
         build = pruned(self.build, blocks)
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))

@@ -10,7 +10,7 @@ from meshwright.amounts import duration_text, size_text
 from meshwright.hardware.profile import Estimate
 from meshwright.prediction.exchanges import Exchanges
 from meshwright.prediction.memory import Memory
-from meshwright.prediction.play import Played
+from meshwright.prediction.play import PlayedStep
 from meshwright.prediction.roles import Role
 from meshwright.recipe import Recipe
 
@@ -65,7 +65,7 @@ class Prediction:
     source: str = "predicted"
     notes: tuple[str, ...] = ()
     recipe: Recipe | None = None
-    played: Played | None = None
+    played: PlayedStep | None = None
     exchanges: Mapping[int, tuple[Exchanges, ...]] = field(default_factory=dict)
     ran_whole: tuple[tuple[str, str, str], ...] = ()
     per_node: int = 0

@@ -21,8 +21,8 @@ from functools import cached_property
 from meshwright.hardware.profile import Profile
 from meshwright.names import pattern
 from meshwright.prediction.allocations import CPU, GPU
-from meshwright.prediction.blocks import Folding, Pruned, folding_of
-from meshwright.prediction.clock import Clock, Phase, Spent
+from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
+from meshwright.prediction.clock import Clock, Phase, PhaseSeconds
 from meshwright.prediction.composition import REHEARSED, Templates
 from meshwright.prediction.exchanges import module_pattern
 from meshwright.prediction.extrapolation import PhaseLevels, items_of, kinds_at, linear, phase_levels, phases_of
@@ -86,7 +86,7 @@ class RolePredictor:
     def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
         self._rehearsal, self._profile = rehearsal, profile
         self._short = rehearsal.shortened(REHEARSED) if fold else rehearsal
-        self._folding = folding_of(rehearsal.planned.model, rehearsal.recipe) if fold else Folding(Pruned({}))
+        self._folding = folding_of(rehearsal.planned.model, rehearsal.recipe) if fold else Folding(PrunedModel({}))
         self._traces: dict[Hashable, tuple[int, list[Trace]]] = {}
 
     @property
@@ -292,7 +292,7 @@ def _timed(phases: Sequence[Phase], actions: Sequence[Action]) -> list[Phase]:
     rehearsed = [(phase.label, phase) for phase in phases if isinstance(phase.label, Action)]
     templates = Templates(rehearsed).for_actions(actions)
     placed = [
-        replace(phase, label=action) if phase is not None else Phase(action, Spent())
+        replace(phase, label=action) if phase is not None else Phase(action, PhaseSeconds())
         for action, phase in zip(actions, templates, strict=True)
     ]
     first = next(i for i, phase in enumerate(phases) if isinstance(phase.label, Action))

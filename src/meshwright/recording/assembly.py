@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshwright.recording.folder import Seen
+from meshwright.recording.folder import RankValue
 from meshwright.recording.pattern import Pattern, pattern_of
 from meshwright.recording.tolerance import Tolerance, largest, wide
 
@@ -38,7 +38,7 @@ class AssembledTensor:
 
 
 def assemble(
-    seen: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
+    seen: Sequence[RankValue], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float = 0.0
 ) -> AssembledTensor:
     """Compares the values of all ranks with the expected full tensor.
 
@@ -58,7 +58,7 @@ def assemble(
 
 
 def _replicas(
-    present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
+    present: Sequence[RankValue], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
 ) -> AssembledTensor:
     """Compares values of the expected shape: each by itself, then their sum and their mean."""
     values = [s.value for s in present if s.value is not None]
@@ -85,7 +85,7 @@ def _replicas(
 
 
 def _shards(
-    present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
+    present: Sequence[RankValue], expected: Tensor, tolerance: Tolerance, sizes: Sequence[int], noise: float
 ) -> AssembledTensor:
     """Puts values of other shapes together in each way that fits, and takes the way with the best pattern."""
     best: AssembledTensor | None = None
@@ -99,7 +99,7 @@ def _shards(
     return best or AssembledTensor(_not_assembled(present, expected, tolerance, noise))
 
 
-def _assembled(present: Sequence[Seen], expected: Tensor) -> Iterator[tuple[Tensor, str]]:
+def _assembled(present: Sequence[RankValue], expected: Tensor) -> Iterator[tuple[Tensor, str]]:
     """(the values as one tensor of the expected shape, note), for each way that fits.
 
     Tried with each distinct value once, and with one value of every rank.
@@ -129,7 +129,7 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(size for d, size in enumerate(shape) if d != dim)
 
 
-def _not_assembled(present: Sequence[Seen], expected: Tensor, tolerance: Tolerance, noise: float) -> Pattern:
+def _not_assembled(present: Sequence[RankValue], expected: Tensor, tolerance: Tolerance, noise: float) -> Pattern:
     """The pattern of values that do not make the expected shape: a transpose, one share of it, or another shape."""
     value, ranks = present[0].value, present[0].ranks
     assert value is not None

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from meshwright.recording.causes import CAUSES
 from meshwright.recording.diagnosis import Facts, grouped
-from meshwright.recording.folder import Recorded
+from meshwright.recording.folder import RecordingFolder
 from meshwright.recording.inputs import split_rows, wrong_loss, wrong_names, wrong_rows, wrong_settings
 from meshwright.recording.pairs import Pair, Renames, StepFacts
-from meshwright.recording.values import Judged, judge_gradients, judge_updates, judge_weights, note_lines
-from meshwright.recording.verdict import Explained, Kind, Verdict, Wrong
+from meshwright.recording.values import KindComparison, judge_gradients, judge_updates, judge_weights, note_lines
+from meshwright.recording.verdict import ExplainedDifferences, Kind, TensorDifference, Verdict
 
 Folder = str | os.PathLike[str]
 
@@ -38,8 +38,8 @@ def compare_recordings(
     Raises:
         CheckpointError: one of the folders has no complete recording.
     """
-    recording_of_one, recording_of_many = Recorded.open(Path(one)), Recorded.open(Path(many))
-    noise = Recorded.open(Path(again)) if again is not None else None
+    recording_of_one, recording_of_many = RecordingFolder.open(Path(one)), RecordingFolder.open(Path(many))
+    noise = RecordingFolder.open(Path(again)) if again is not None else None
     pair = Pair.of(recording_of_one, recording_of_many, noise, renames)
     causes = _Causes(pair)
     causes.add("names", list(wrong_names(pair)), len(pair.one.parameters), Facts(pair.spans))
@@ -54,7 +54,7 @@ def compare_recordings(
     return Verdict(str(one), str(many), step, causes.counts, tuple(causes.causes), (*note_lines(judged), *_notes(pair)))
 
 
-def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes, other_weights: bool) -> list[Judged]:
+def _step(pair: Pair, step: int, tolerance: float | None, causes: _Causes, other_weights: bool) -> list[KindComparison]:
     """Compares one step, and adds the causes of its differences."""
     one, many = (StepFacts.of(recorded.steps[step - 1]) for recorded in (pair.one, pair.many))
     rows = [*wrong_rows(one, many), *split_rows(pair, many)]
@@ -87,14 +87,14 @@ class _Causes:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.causes: list[Explained] = []
+        self.causes: list[ExplainedDifferences] = []
         self.counts: dict[Kind, tuple[int, int]] = {}
         self.wrong_in_step = False
 
-    def add_judged(self, judged: Judged, facts: Facts) -> None:
+    def add_judged(self, judged: KindComparison, facts: Facts) -> None:
         self.add(judged.kind, list(judged.wrong.values()), judged.total, facts)
 
-    def add(self, kind: Kind, wrong: Sequence[Wrong], total: int, facts: Facts) -> None:
+    def add(self, kind: Kind, wrong: Sequence[TensorDifference], total: int, facts: Facts) -> None:
         """Adds the differences of one kind. ``total``: number of compared values."""
         compared, right = self.counts.get(kind, (0, 0))
         if total:
@@ -102,7 +102,9 @@ class _Causes:
         follows = self._follows(kind)
         for group in grouped(kind, wrong, total, facts):
             cause = CAUSES[group.key]
-            self.causes.append(Explained(kind, group.key, group.says, cause.look, tuple(group.wrong), total, follows))
+            self.causes.append(
+                ExplainedDifferences(kind, group.key, group.says, cause.look, tuple(group.wrong), total, follows)
+            )
         self.wrong_in_step |= bool(wrong) and kind not in ("names", "weights")
 
     def _follows(self, kind: Kind) -> bool:

@@ -25,7 +25,7 @@ Plain = float | int | bool | str | None
 
 
 @dataclass(frozen=True)
-class Copied:
+class TensorCopy:
     """A copy of this rank's part of a tensor, on the host.
 
     Attributes:
@@ -80,8 +80,8 @@ class Step:
         notes: texts for a reader.
     """
 
-    gradients: dict[str, Copied] = field(default_factory=dict)
-    parameters: dict[str, Copied] = field(default_factory=dict)
+    gradients: dict[str, TensorCopy] = field(default_factory=dict)
+    parameters: dict[str, TensorCopy] = field(default_factory=dict)
     stepped: set[str] = field(default_factory=set)
     losses: list[Loss] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Step:
     notes: dict[str, None] = field(default_factory=dict)
 
 
-def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: Tensor | None = None) -> Copied:
+def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: Tensor | None = None) -> TensorCopy:
     """A copy of a parameter or gradient.
 
     Args:
@@ -100,12 +100,12 @@ def copied(t: Tensor | None, like: Tensor, layout: Layout | None = None, scale: 
     """
     if t is None or (layout is not None and not layout.holds):
         shape = (0,) if layout is not None and not layout.holds else tuple(local_tensor(like).shape)
-        return Copied(layout or layout_of(like), like.dtype, None, shape)
+        return TensorCopy(layout or layout_of(like), like.dtype, None, shape)
     local = local_tensor(t.detach())
     local = (local.to_dense() if local.layout != torch.strided else local).to("cpu", copy=True)
     if scale is not None:
         local = local / scale.cpu().to(local.dtype)
-    return Copied(layout or layout_of(t), t.dtype, local.contiguous(), tuple(local.shape))
+    return TensorCopy(layout or layout_of(t), t.dtype, local.contiguous(), tuple(local.shape))
 
 
 def loss_value(loss: Tensor | float, rows: int | None) -> Loss:

@@ -22,7 +22,7 @@ from math import isclose
 from meshwright.recording.causes import CAUSES
 from meshwright.recording.pairs import is_data, is_tensor
 from meshwright.recording.pattern import Pattern
-from meshwright.recording.verdict import Kind, Wrong
+from meshwright.recording.verdict import Kind, TensorDifference
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Group:
     """
 
     key: str
-    wrong: list[Wrong]
+    wrong: list[TensorDifference]
     fields: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -63,13 +63,13 @@ class Group:
         return CAUSES[self.key].says.format(**self.fields)
 
 
-def grouped(kind: Kind, wrong: Sequence[Wrong], total: int, facts: Facts) -> list[Group]:
+def grouped(kind: Kind, wrong: Sequence[TensorDifference], total: int, facts: Facts) -> list[Group]:
     """Groups differences of one kind by their cause. The largest group comes first.
 
     Args:
         total: number of compared values of this kind.
     """
-    by_signature: dict[tuple[object, ...], list[Wrong]] = {}
+    by_signature: dict[tuple[object, ...], list[TensorDifference]] = {}
     for one in wrong:
         by_signature.setdefault(_signature(one.pattern, facts), []).append(one)
     groups: dict[tuple[str, str], Group] = {}  # (key, sentence) → group
@@ -92,7 +92,7 @@ def _signature(pattern: Pattern, facts: Facts) -> tuple[object, ...]:
     return pattern.kind, factor, factors, pattern.order, pattern.dim, pattern.ranks
 
 
-def _cause(kind: Kind, some: list[Wrong], total: int, facts: Facts) -> tuple[str, dict[str, object]]:
+def _cause(kind: Kind, some: list[TensorDifference], total: int, facts: Facts) -> tuple[str, dict[str, object]]:
     """(key of the cause, values for its sentence) of differences with one signature."""
     pattern = max((wrong.pattern for wrong in some), key=lambda p: -p.residual)  # the one with the best fit
     fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""``Recorded``: a recording on disk.
+"""``RecordingFolder``: a recording on disk.
 
 runs/eight/
   manifest.json               the ranks and axes; loss and rows of each rank; the views of each tensor
@@ -28,7 +28,7 @@ FORMAT = "meshwright recording 1"
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankValue:
     """The value of a tensor on some ranks; None if these ranks have no such tensor."""
 
     ranks: tuple[int, ...]
@@ -36,14 +36,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordingFolder:
     """A recording. Its manifest is read when it is opened, each tensor when it is asked for."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: Path) -> Recorded:
+    def open(cls, path: Path) -> RecordingFolder:
         """Opens a recording. Raises CheckpointError if the folder has no complete recording."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -80,14 +80,14 @@ class Recorded:
     def names(self, file: str) -> list[str]:
         return list(self._views(file))
 
-    def views(self, file: str, name: str) -> list[Seen]:
+    def views(self, file: str, name: str) -> list[RankValue]:
         """The values of a tensor: one; several, if ranks differ; none, if no rank has recorded it.
 
         Args:
             file: such as ``start``, ``gradients-1`` or ``parameters-1``.
             name: of the parameter.
         """
-        return [Seen(tuple(view["ranks"]), self._read(file, view)) for view in self._views(file).get(name, ())]
+        return [RankValue(tuple(view["ranks"]), self._read(file, view)) for view in self._views(file).get(name, ())]
 
     def _views(self, file: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         views: Mapping[str, Sequence[Mapping[str, Any]]] = self.manifest["tensors"].get(file, {})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.recording.copies import Copied, Step
+from meshwright.recording.copies import Step, TensorCopy
 from meshwright.recording.folder import FORMAT
 from meshwright.recording.parameter_names import NamedParameter
 from meshwright.recording.views import Views
@@ -16,7 +16,7 @@ from meshwright.recording.views import Views
 
 def facts_of_rank(
     parameters: Sequence[NamedParameter],
-    start: Mapping[str, Copied],
+    start: Mapping[str, TensorCopy],
     steps: Sequence[Step],
     count: int,
     axes: Mapping[str, int],
@@ -77,7 +77,7 @@ def manifest_of(facts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Views]
     }
 
 
-def _parameter_facts(parameter: NamedParameter, start: Copied, stepped: bool) -> dict[str, Any]:
+def _parameter_facts(parameter: NamedParameter, start: TensorCopy, stepped: bool) -> dict[str, Any]:
     """Facts of a parameter. ``stepped``: whether an optimizer holds it."""
     return {
         "shape": list(start.layout.shape),

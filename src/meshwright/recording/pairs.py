@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from meshwright.recording.folder import Recorded, Seen
+from meshwright.recording.folder import RankValue, RecordingFolder
 
 Renames = Sequence[tuple[str, str]]
 
@@ -26,13 +26,13 @@ class Pair:
         names: name of a parameter in ``one`` → its name in ``many``.
     """
 
-    one: Recorded
-    many: Recorded
-    again: Recorded | None
+    one: RecordingFolder
+    many: RecordingFolder
+    again: RecordingFolder | None
     names: Mapping[str, str]
 
     @classmethod
-    def of(cls, one: Recorded, many: Recorded, again: Recorded | None, renames: Renames) -> Pair:
+    def of(cls, one: RecordingFolder, many: RecordingFolder, again: RecordingFolder | None, renames: Renames) -> Pair:
         """Matches the names of two recordings. ``renames``: (regular expression, replacement) pairs for names of ``many``."""
         first_names = {alias: name for name, about in one.parameters.items() for alias in (name, *about["aliases"])}
         names: dict[str, str] = {}
@@ -89,7 +89,7 @@ class Pair:
         """Number of steps that both recordings have."""
         return min(len(self.one.steps), len(self.many.steps))
 
-    def seen(self, file: str, name: str) -> tuple[list[Seen], list[Seen]]:
+    def seen(self, file: str, name: str) -> tuple[list[RankValue], list[RankValue]]:
         """The values of a tensor in ``one`` and in ``many``."""
         return self.one.views(file, name), self.many.views(file, self.names[name])
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import Finding, Findings, PlanError
-from meshwright.recording.copies import Copied, Step, copied, digests_of_rows, loss_value, settings_of
+from meshwright.recording.copies import Step, TensorCopy, copied, digests_of_rows, loss_value, settings_of
 from meshwright.recording.folder import is_recording
 from meshwright.recording.layout import Layout, OfJob, axis_names
 from meshwright.recording.manifest import facts_of_rank, manifest_of
@@ -103,7 +103,7 @@ class Recording:
         self._layouts = _layouts(model)
         self._by_id = {id(parameter.tensor): parameter for parameter in self._parameters}
         self._optimizers, self._max_steps, self._axes = optimizers, steps, axes
-        self._start: dict[str, Copied] = {}
+        self._start: dict[str, TensorCopy] = {}
         self._steps: list[Step] = []
         self._count: dict[int, int] = {}  # id of an optimizer → number of its steps
         self._depth = 0  # of nested steps: a wrapper's step calls that of its optimizer
@@ -233,7 +233,7 @@ class Recording:
                 continue
             step.gradients[parameter.name] = self._copy(parameter.tensor.grad, parameter, scale)
 
-    def _copy(self, t: Tensor | None, parameter: NamedParameter, scale: Tensor | None = None) -> Copied:
+    def _copy(self, t: Tensor | None, parameter: NamedParameter, scale: Tensor | None = None) -> TensorCopy:
         return copied(t, parameter.tensor, self._layouts.get(parameter.name), scale)
 
     def _end(self) -> None:
@@ -275,7 +275,7 @@ class Recording:
         """Writes the folder. Collective. ``count``: number of steps of the rank that has the most."""
         ranks.agreement.first(lambda: begin(self.path), _FAILED)
         temporary = temporary_of(self.path)
-        copies_by_file: dict[str, Mapping[str, Copied]] = {"start": self._start}
+        copies_by_file: dict[str, Mapping[str, TensorCopy]] = {"start": self._start}
         for i in range(count):
             step = self._steps[i] if i < len(self._steps) else Step()
             copies_by_file[f"gradients-{i + 1}"] = step.gradients

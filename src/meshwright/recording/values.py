@@ -15,11 +15,11 @@ from torch import Tensor
 
 from meshwright.names import few, fold_names
 from meshwright.recording.assembly import AssembledTensor, assemble
-from meshwright.recording.folder import Recorded, Seen
+from meshwright.recording.folder import RankValue, RecordingFolder
 from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern, what_remains
 from meshwright.recording.tolerance import FIT, Tolerance, largest, tolerance_of, wide
-from meshwright.recording.verdict import Kind, Wrong
+from meshwright.recording.verdict import Kind, TensorDifference
 
 _EXACT = 1e-6  # relative tolerance of weights, which are copied, and at most cast
 _UNSURE = 20.0  # tolerances: a smaller gradient may be all rounding, of which Adam, which divides by its size, makes any update
@@ -27,7 +27,7 @@ _LAST_BITS = 4  # units in the last place by which an update may differ: it is a
 
 
 @dataclass
-class Judged:
+class KindComparison:
     """The result of comparing all tensors of one kind.
 
     Attributes:
@@ -39,7 +39,7 @@ class Judged:
     """
 
     kind: Kind
-    wrong: dict[str, Wrong] = field(default_factory=dict)
+    wrong: dict[str, TensorDifference] = field(default_factory=dict)
     total: int = 0
     notes: dict[str, list[str]] = field(default_factory=dict)
     zeros: set[str] = field(default_factory=set)
@@ -47,7 +47,7 @@ class Judged:
     def add(self, pair: Pair, name: str, result: AssembledTensor) -> None:
         self.total += 1
         if not result.pattern.same:
-            self.wrong[name] = Wrong(self.kind, name, result.pattern, pair.layout(name))
+            self.wrong[name] = TensorDifference(self.kind, name, result.pattern, pair.layout(name))
         elif result.note:
             self.note(result.note, name)
 
@@ -55,9 +55,9 @@ class Judged:
         self.notes.setdefault(text, []).append(name)
 
 
-def judge_weights(pair: Pair) -> Judged:
+def judge_weights(pair: Pair) -> KindComparison:
     """Compares the parameters before the first step."""
-    judged = Judged("weights")
+    judged = KindComparison("weights")
     for name in pair.names:
         one, many = pair.seen("start", name)
         expected = _value(one)
@@ -66,9 +66,9 @@ def judge_weights(pair: Pair) -> Judged:
     return judged
 
 
-def judge_gradients(pair: Pair, step: int, relative: float | None) -> Judged:
+def judge_gradients(pair: Pair, step: int, relative: float | None) -> KindComparison:
     """Compares the gradients of a step. ``relative``: the tolerance that a person chose; default: by type."""
-    judged, file = Judged("gradients"), f"gradients-{step}"
+    judged, file = KindComparison("gradients"), f"gradients-{step}"
     tolerance = gradient_tolerance(pair, step, relative)
     for name in pair.trained():
         one, many = pair.seen(file, name)
@@ -92,7 +92,13 @@ def gradient_tolerance(pair: Pair, step: int, relative: float | None) -> Toleran
 
 
 def _gradient(
-    pair: Pair, file: str, name: str, one: list[Seen], many: list[Seen], tolerance: Tolerance, judged: Judged
+    pair: Pair,
+    file: str,
+    name: str,
+    one: list[RankValue],
+    many: list[RankValue],
+    tolerance: Tolerance,
+    judged: KindComparison,
 ) -> AssembledTensor:
     """Compares one gradient. An absent gradient equals one of zeros, with a note."""
     expected = _value(one)
@@ -124,9 +130,9 @@ def _with_step_before(
     )
 
 
-def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | None) -> Judged:
+def judge_updates(pair: Pair, step: int, gradients: KindComparison, relative: float | None) -> KindComparison:
     """Compares the updates of a step, for parameters whose gradients are right."""
-    judged = Judged("updates")
+    judged = KindComparison("updates")
     unsure = _UNSURE * gradient_tolerance(pair, step, relative).relative
     for name in pair.trained():
         if name in gradients.wrong:
@@ -137,7 +143,9 @@ def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | No
             continue
         if not many:
             judged.total += 1
-            judged.wrong[name] = Wrong("updates", name, Pattern("not_stepped", float("inf")), pair.layout(name))
+            judged.wrong[name] = TensorDifference(
+                "updates", name, Pattern("not_stepped", float("inf")), pair.layout(name)
+            )
             continue
         result = _update(pair, step, name, expected, many, unsure, relative)
         if name in gradients.zeros and not result.pattern.same:
@@ -147,7 +155,7 @@ def judge_updates(pair: Pair, step: int, gradients: Judged, relative: float | No
 
 
 def _update(
-    pair: Pair, step: int, name: str, after: Tensor, many: list[Seen], unsure: float, relative: float | None
+    pair: Pair, step: int, name: str, after: Tensor, many: list[RankValue], unsure: float, relative: float | None
 ) -> AssembledTensor:
     """Compares the update of one parameter. Elements whose gradient may be all rounding are taken to be right.
 
@@ -174,12 +182,12 @@ def _update(
     if result.pattern.same or result.value is None:
         return result
     full = _masked(
-        Seen((), result.value), expected, is_rounding
+        RankValue((), result.value), expected, is_rounding
     )  # shards could not be masked before they were assembled
     return replace(assemble([full], expected, tolerance, pair.sizes, noise), note=result.note)
 
 
-def _updates(after: Iterable[Seen], before: Iterable[Seen]) -> Iterator[Seen]:
+def _updates(after: Iterable[RankValue], before: Iterable[RankValue]) -> Iterator[RankValue]:
     """The difference of each rank's values after and before a step. Ranks with the same two values are kept together."""
     before_of = {rank: seen.value for seen in before for rank in seen.ranks}
     for seen in after:
@@ -190,28 +198,28 @@ def _updates(after: Iterable[Seen], before: Iterable[Seen]) -> Iterator[Seen]:
             value, value_before = seen.value, before_of.get(ranks[0])
             if value is not None and value_before is not None and value_before.shape == value.shape:
                 value = wide(value) - wide(value_before)
-            yield Seen(tuple(ranks), value)
+            yield RankValue(tuple(ranks), value)
 
 
-def _masked(seen: Seen, expected: Tensor, mask: Tensor) -> Seen:
+def _masked(seen: RankValue, expected: Tensor, mask: Tensor) -> RankValue:
     """The value with the expected elements where ``mask`` is true. A value of another shape stays as it is."""
     if seen.value is None or seen.value.shape != expected.shape:
         return seen
-    return Seen(seen.ranks, torch.where(mask, expected, seen.value))
+    return RankValue(seen.ranks, torch.where(mask, expected, seen.value))
 
 
-def _value(seen: Iterable[Seen]) -> Tensor | None:
+def _value(seen: Iterable[RankValue]) -> Tensor | None:
     """The value of the recording of one process; the first one, if its ranks differ."""
     return next((s.value for s in seen if s.value is not None), None)
 
 
-def _noise(again: Recorded | None, file: str, name: str, expected: Tensor) -> float:
+def _noise(again: RecordingFolder | None, file: str, name: str, expected: Tensor) -> float:
     """The largest difference between two runs of one process in a tensor; 0 if there is no second run."""
     value = _value(again.views(file, name)) if again is not None else None
     return largest(wide(value) - wide(expected)) if value is not None and value.shape == expected.shape else 0.0
 
 
-def note_lines(all_judged: Iterable[Judged]) -> Iterator[str]:
+def note_lines(all_judged: Iterable[KindComparison]) -> Iterator[str]:
     """One line for each note, with its names folded."""
     names_of: dict[str, dict[str, None]] = {}  # text → names
     for judged in all_judged:

@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("names", "weights", "rows", "settings", "loss", "grad
 
 
 @dataclass(frozen=True)
-class Wrong:
+class TensorDifference:
     """One difference.
 
     Attributes:
@@ -35,7 +35,7 @@ class Wrong:
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedDifferences:
     """Differences of one kind that have the same likely cause.
 
     Attributes:
@@ -52,7 +52,7 @@ class Explained:
     key: str
     says: str
     look: tuple[str, ...]
-    wrong: tuple[Wrong, ...]
+    wrong: tuple[TensorDifference, ...]
     of: int
     follows: bool = False
 
@@ -85,7 +85,7 @@ class Verdict:
     many: str
     steps: int
     judged: Mapping[Kind, tuple[int, int]]
-    causes: tuple[Explained, ...] = ()
+    causes: tuple[ExplainedDifferences, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -114,7 +114,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def _wrong(wrong: Wrong) -> dict[str, Any]:
+def _wrong(wrong: TensorDifference) -> dict[str, Any]:
     pattern = wrong.pattern
     return {
         "name": wrong.name, "pattern": pattern.kind, "error": _number(pattern.error), "factor": _number(pattern.factor),

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import Finding, Findings
-from meshwright.recording.copies import Copied
+from meshwright.recording.copies import TensorCopy
 from meshwright.runtime.checksum import digest
 
 
@@ -76,12 +76,12 @@ class Views:
     strange: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def facts_of(copies: Mapping[str, Copied]) -> dict[str, Fact]:
+def facts_of(copies: Mapping[str, TensorCopy]) -> dict[str, Fact]:
     """The facts of this rank's tensors. An absent gradient of a shard without elements is left out: nothing is missing."""
     return {name: _fact(copied) for name, copied in copies.items() if copied.layout.holds and not copied.hollow}
 
 
-def _fact(copied: Copied) -> Fact:
+def _fact(copied: TensorCopy) -> Fact:
     layout = copied.layout
     bits = None if copied.local is None else digest(copied.local)
     dtype = str(copied.dtype).removeprefix("torch.")

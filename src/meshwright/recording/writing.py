@@ -23,7 +23,7 @@ from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.tensorfiles import TensorSpec, in_order, write_file
 from meshwright.errors import Finding
 from meshwright.layout import in_one_dim
-from meshwright.recording.copies import Copied
+from meshwright.recording.copies import TensorCopy
 from meshwright.recording.folder import MANIFEST, is_recording
 from meshwright.recording.views import View, Views, facts_of, views_of
 
@@ -86,7 +86,7 @@ class Ranks:
         return tensor
 
 
-def write_tensors(file: Path, copies: Mapping[str, Copied], ranks: Ranks) -> Views:
+def write_tensors(file: Path, copies: Mapping[str, TensorCopy], ranks: Ranks) -> Views:
     """Writes the copies of all ranks into one file. Collective.
 
     Args:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph, GraphModule, Node
 
-from meshwright.replay.nodes import Move, Under
+from meshwright.replay.nodes import CallUnderMode, Move
 from meshwright.replay.program import LocalProgram, is_uneven
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
@@ -94,7 +94,7 @@ def _with_operators(graph: Graph) -> tuple[Graph, tuple[_Kind, ...]]:
     for node in list(copied.nodes):
         if node.op != "call_function":
             continue
-        if isinstance(node.target, Under):
+        if isinstance(node.target, CallUnderMode):
             raise NotCompiled("a part of it is without gradients, or in another autocast")
         if isinstance(node.target, Move):
             moves.append(_replace(copied, node, node.target))

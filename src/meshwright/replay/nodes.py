@@ -85,7 +85,7 @@ AUTOCAST_DEVICES = "cpu", "cuda"
 
 
 @dataclass(frozen=True)
-class Under:
+class CallUnderMode:
     """A torch function that ran under another grad or autocast mode than the block (within the model's ``torch.no_grad()``).
 
     Attributes:

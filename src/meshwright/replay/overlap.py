@@ -33,7 +33,7 @@ from torch.nn import functional
 from meshwright.private import autocast_is_on, saved_tensors_are_hooked, without_modes
 from meshwright.replay.nodes import Move
 from meshwright.replay.program import Expected, Function, LocalProgram, compiled
-from meshwright.replay.recorder import Unspelled
+from meshwright.replay.recorder import UnnamedFunction
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.comm import Finish, done
 from meshwright.spmd.tensor import Spec
@@ -216,7 +216,7 @@ def _product(call: Call, moved: Call, parameters: Mapping[Call, Expected]) -> tu
     """(the product that a call is, its weight and its bias, if it has one); None if it is none with parameters."""
     if call.op != "call_function" or call.kwargs:
         return None
-    function: Any = call.target.function if isinstance(call.target, Unspelled) else call.target
+    function: Any = call.target.function if isinstance(call.target, UnnamedFunction) else call.target
     turned, args = function is functional.linear, [arg for arg in call.args if arg is not None]
     if function in ADDMMS and len(args) == 3:
         args = [args[1], args[2], args[0]]

@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 from meshwright.layout import Shard
 from meshwright.private import pytree, raw_local, storage_of, unhooked, version
-from meshwright.replay.nodes import AUTOCAST_DEVICES, Move, Node, Source, Under, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, Move, Node, Source, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
 from meshwright.spmd.dispatcher import Dispatcher
@@ -154,7 +154,7 @@ def compiled(graph: Graph) -> Function:
     space: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<a local program>", "exec"), space)
     forward = space["forward"]
-    if any(isinstance(node.target, Under) and node.target.autocast for node in graph.nodes):
+    if any(isinstance(node.target, CallUnderMode) and node.target.autocast for node in graph.nodes):
         return partial(_with_casts, forward)
     return lambda *inputs: forward(None, *inputs)
 
@@ -504,7 +504,7 @@ def _lines(program: LocalProgram) -> Iterator[str]:
 
 
 def _note(node: Node) -> str:
-    target = node.target.function if isinstance(node.target, Under) else node.target
+    target = node.target.function if isinstance(node.target, CallUnderMode) else node.target
     moved = f"{node.bytes} bytes over {target.axis.name}; " if isinstance(target, Move) and node.bytes else ""
     return f"{moved}{node.line}"
 

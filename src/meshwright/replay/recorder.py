@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.blame import model_line
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_dispatch
-from meshwright.replay.nodes import AUTOCAST_DEVICES, Move, Node, Source, Under, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, Move, Node, Source, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.autograd_functions import FunctionMode, scripted_functions
@@ -208,7 +208,7 @@ class Recorder(FunctionMode):
         numbers = tuple(None if id(t) in self._numbers else self._new(t) for t in tensors)
         target = _getter(func)
         if (autocast := _autocast()) != self._autocast or torch.is_grad_enabled() != self._grad:
-            target = Under(target, torch.is_grad_enabled(), _differing(autocast, self._autocast))
+            target = CallUnderMode(target, torch.is_grad_enabled(), _differing(autocast, self._autocast))
         self.nodes.append(Node(target, args, kwargs, numbers, several, model_line(), size))
 
     def _operand(self, x: Any) -> Any:
@@ -262,12 +262,12 @@ class _Operations(TorchDispatchMode):
 
 
 def _getter(func: Any) -> Callable[..., Any]:
-    """A function that a program can call for ``func``: ``Property`` for a tensor's property, ``Unspelled`` for a function that
-    its name does not lead to."""
+    """A function that a program can call for ``func``: ``Property`` for a tensor's property, ``UnnamedFunction`` for a function
+    that its name does not lead to."""
     if getattr(func, "__name__", "") == "__get__":
         return Property(name_of(func))
     target: Callable[..., Any] = func
-    return target if _is_spelled(func) else Unspelled(func)
+    return target if _is_spelled(func) else UnnamedFunction(func)
 
 
 def _is_spelled(func: Any) -> bool:
@@ -279,7 +279,7 @@ def _is_spelled(func: Any) -> bool:
     return func in (getattr(sys.modules.get(module), name, None), getattr(Tensor, name, None))
 
 
-class Unspelled:
+class UnnamedFunction:
     """A function of torch that its ``__name__`` does not lead to: the function of ``x ** 2`` has the name ``pow``, but is not
     ``torch.pow``."""
 
@@ -290,7 +290,7 @@ class Unspelled:
         return self.function(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unspelled) and other.function is self.function
+        return isinstance(other, UnnamedFunction) and other.function is self.function
 
     def __hash__(self) -> int:
         return hash(self.function)

@@ -87,7 +87,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Begun:
+class OpenRecording:
     """A recording of one call of a block, before the call.
 
     Attributes:
@@ -195,7 +195,7 @@ class LocalPrograms:
 
     def _prepare(
         self, block: Block, key: Hashable, variant: Variant | None, mode: SpmdMode, tensors: list[Tensor]
-    ) -> Begun | None:
+    ) -> OpenRecording | None:
         """Prepares to record the next call; None if the block can have no program. Modes must be off."""
         if any(has_hooks(m) for m in block.modules[1:]):
             block.refusal = "modules in it have hooks"
@@ -205,9 +205,9 @@ class LocalPrograms:
         except Incomparable as why:
             block.refusal = f"its {why}"
             return None
-        return Begun(key, variant, state, block.tensors(), Recording(block.module, mode, tensors))
+        return OpenRecording(key, variant, state, block.tensors(), Recording(block.module, mode, tensors))
 
-    def _recorded(self, block: Block, begun: Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorded(self, block: Block, begun: OpenRecording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the block's forward eagerly, records it, and returns its result."""
         self._thread = threading.get_ident()
         try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.hook import ModuleCalls
 from meshwright.calls.sequence import InputCut
-from meshwright.deferred import Build, Recorded, record
+from meshwright.deferred import Build, RecordedModule, record
 from meshwright.generators import Generators
 from meshwright.plan.keys import DRAWN
 from meshwright.private import replace_tensors
@@ -112,7 +112,7 @@ def apply(
     return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs)
 
 
-def _recorded(build: Build, recipe: Recipe, *, filled: bool) -> Recorded:
+def _recorded(build: Build, recipe: Recipe, *, filled: bool) -> RecordedModule:
     """The model on meta. Initialization is recorded, if values are needed (``filled``) that no file has."""
     with one_process():
         recorded = record(build, seed=recipe.seed, draw=filled and recipe.weights == DRAWN)
@@ -195,7 +195,7 @@ def cast_type(of: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def _values(
-    recorded: Recorded, dtype: torch.dtype | None, transform: Transform | None
+    recorded: RecordedModule, dtype: torch.dtype | None, transform: Transform | None
 ) -> Callable[[ParameterRecipe], Tensor]:
     """Returns a function: a parameter's line of the recipe → its full initial value."""
 

@@ -74,7 +74,7 @@ _EVEN = 1e-9  # weights that differ by less are equal: they are quotients of row
 
 
 @dataclass
-class Unread:
+class UncheckedStep:
     """A step whose loss has not been read on the host yet.
 
     Attributes:
@@ -114,7 +114,7 @@ class Division:
         self._form: Hashable = None
         self._rows = 0
         self._begin: ModuleState | None = None
-        self._unread: Unread | None = None
+        self._unread: UncheckedStep | None = None
         self.defers_check = self._device.type != "cpu"
 
     @property
@@ -269,7 +269,7 @@ class Division:
         _refuse_uncounted(factors, sums[1])
         self.finish_step()
         if self._divided:
-            self._unread = Unread(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
+            self._unread = UncheckedStep(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
             if not self.defers_check:
                 self.finish_step()
         if paths.watching and paths.differ(sums_of_paths):
@@ -297,7 +297,7 @@ class Division:
         if unread is not None and not all(unread.finite.read()):
             self._refuse_parts_not_finite(unread)
 
-    def _refuse_parts_not_finite(self, step: Unread) -> None:
+    def _refuse_parts_not_finite(self, step: UncheckedStep) -> None:
         """Called if the loss of some microbatch is not finite. Runs this microbatch together with one whose loss is finite. If
         the loss of both is not finite either, then neither is that of the batch on one device. Collective.
 

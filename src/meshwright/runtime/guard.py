@@ -67,7 +67,7 @@ _FIX_WRITTEN = (
 
 
 @dataclass(frozen=True)
-class Compared:
+class ReplicaComparison:
     """The result of a comparison; the same on every rank, except ``counts``.
 
     Attributes:
@@ -148,7 +148,7 @@ class Guard:
         self.every = every if recipe.mesh.size > 1 else 0
         self.optimizers: Optimizers = None
         self.cost = Ledger()
-        self.last: Compared | None = None
+        self.last: ReplicaComparison | None = None
         self._columns: dict[Key, Column] = {}
         self._new_notes = partial(StepNotes, model, recipe, groups, ledger, self.cost)
         self._notes = self._new_notes()  # of the running step
@@ -185,7 +185,7 @@ class Guard:
             with self._notes.watching(step):
                 yield
         except ReplicaError as error:
-            self.last = Compared(step, {"collectives": 1}, error.differences)
+            self.last = ReplicaComparison(step, {"collectives": 1}, error.differences)
             raise
 
     # --- at the end of a step -----------------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ class Guard:
             everywhere: list[Any] = [None] * self._recipe.mesh.size
             dist.all_gather_object(everywhere, written)
             lines = [_WRITTEN.format(few(sorted({n for names in everywhere for n in names})))]
-            self.last = Compared(step, local.counts(), tuple(lines))
+            self.last = ReplicaComparison(step, local.counts(), tuple(lines))
             raise ReplicaError(step, lines, _FIX_WRITTEN)
         columns = enumerate(self._columns.values())
         differing = [i for i, column in columns if column.differing([sums_of_rank[i] for sums_of_rank in rank_sums])]
         lines = self._differences(local, differing) if differing else []
-        self.last = Compared(step, local.counts(), tuple(lines))
+        self.last = ReplicaComparison(step, local.counts(), tuple(lines))
         if lines:
             raise ReplicaError(step, lines, _FIX.format(_ON_GPU if device.type == "cuda" else ""))
 

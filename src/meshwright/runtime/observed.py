@@ -68,7 +68,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankTimes:
     """What one rank did in a step, in seconds.
 
     Attributes:
@@ -81,9 +81,9 @@ class Seen:
     arrived: tuple[tuple[Action, float], ...]
     collectives: tuple[Collective, ...]
 
-    def since(self, zero: float) -> Seen:
+    def since(self, zero: float) -> RankTimes:
         """These facts, with times in seconds since ``zero``."""
-        return Seen(
+        return RankTimes(
             tuple((activity, start - zero, stop - zero) for activity, start, stop in self.activities),
             self.sent,
             tuple((action, when - zero) for action, when in self.arrived),
@@ -181,10 +181,10 @@ class Observer:
 
     # --- when it has ended --------------------------------------------------------------------------------------------
 
-    def seen(self, zero: float) -> Seen:
+    def seen(self, zero: float) -> RankTimes:
         """What was recorded, in seconds since ``zero``. Waits until the device has done it."""
         at = self._moments.seconds
-        seen = Seen(
+        seen = RankTimes(
             tuple((activity, at(start), at(stop)) for activity, start, stop in self._activities),
             tuple(self._sent),
             tuple((action, at(moment)) for action, moment in self._arrived),
@@ -234,9 +234,9 @@ def _meet(groups: Groups) -> float:
     return min(float(left_at) for other_host, left_at in everywhere if other_host == host)
 
 
-def _gathered(seen: Seen | None, groups: Groups) -> list[Seen | None]:
+def _gathered(seen: RankTimes | None, groups: Groups) -> list[RankTimes | None]:
     """What each rank has recorded, on every rank. Collective."""
-    everywhere: list[Seen | None] = [seen]
+    everywhere: list[RankTimes | None] = [seen]
     if dist.get_world_size() > 1:
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, seen, group=groups.hosts[""])

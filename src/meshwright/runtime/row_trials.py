@@ -35,7 +35,7 @@ _UNSURE = " (losses and gradients of the last {} steps may have been wrong alrea
 
 
 @dataclass
-class Tried:
+class TrialResult:
     """The result of trials with certain modules in evaluation mode.
 
     Attributes:
@@ -62,16 +62,16 @@ class RowTrials:
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
         self._runner, self._counter, self._random, self._recipe = runner, counter, random, runner.recipe
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
-        self._tried: dict[Evaluating, Tried] = {}
+        self._tried: dict[Evaluating, TrialResult] = {}
         self.rows_tried = 0
 
-    def of(self, evaluating: Evaluating) -> Tried:
+    def of(self, evaluating: Evaluating) -> TrialResult:
         """The result with these modules in evaluation mode; before any trial, what the plan says."""
-        return self._tried.setdefault(evaluating, Tried(Verdict(self._recipe.rows)))
+        return self._tried.setdefault(evaluating, TrialResult(Verdict(self._recipe.rows)))
 
     def settle(self, evaluating: Evaluating, rows: str) -> None:
         """Sets how rows combine, as an earlier run of this model has found out."""
-        self._tried[evaluating] = Tried(Verdict(rows), None if rows == COUPLED else 0)
+        self._tried[evaluating] = TrialResult(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -99,7 +99,7 @@ class RowTrials:
             return False
         return self._try_again(batch, tried, tried.steps + 1)
 
-    def _try_again(self, batch: Any, tried: Tried, steps: int) -> bool:
+    def _try_again(self, batch: Any, tried: TrialResult, steps: int) -> bool:
         """Repeats the trial, if this is its turn; ``steps``: since the first one. Returns whether there was a trial."""
         tried.steps = steps
         if steps & (steps - 1):

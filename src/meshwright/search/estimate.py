@@ -45,12 +45,12 @@ from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate
 
-Spent = tuple[float, float, float]
+MicrobatchSeconds = tuple[float, float, float]
 """Seconds of one microbatch: (device, collectives over tp, host)."""
 
 
 @dataclass(frozen=True)
-class Estimated:
+class CandidateEstimate:
     """The estimated time and memory of a candidate.
 
     Attributes:
@@ -103,7 +103,7 @@ class Estimator:
         self.memory = MemoryEstimator(pieces, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
 
-    def estimate(self, candidate: Candidate) -> Estimated:
+    def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """The estimated time and memory of a candidate."""
         if candidate.pp == 1:
             (rank,) = self._ranks.of(candidate)
@@ -114,7 +114,9 @@ class Estimator:
         terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
-        return Estimated(candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms))
+        return CandidateEstimate(
+            candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms)
+        )
 
     def _scatter(self, terms: Mapping[str, float]) -> float:
         """Relative standard deviation of a step: Σ (seconds · scatter of the term) / Σ seconds.
@@ -128,7 +130,7 @@ class Estimator:
         )
         return deviation / sum(terms.values()) if deviation else 0.0
 
-    def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> Spent:
+    def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> MicrobatchSeconds:
         """(device, tp, host) seconds of one microbatch on a rank.
 
         Args:
@@ -150,7 +152,7 @@ class Estimator:
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self._profile, candidate.rows, "matmul") for n, calls in parts) / 2
 
-    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> Spent:
+    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> MicrobatchSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
         pieces = self._pieces[tp]
         calls: Calls = getattr(pieces.forward if kind == "F" else pieces.backward, part)
@@ -174,7 +176,7 @@ class Estimator:
         ranks, cores = candidate.pp * candidate.data * candidate.tp, self._profile.cores
         return max(0.0, ranks * busy_seconds / cores - sum(terms.values())) if cores else 0.0
 
-    def _microbatch(self, *passes: Spent) -> dict[str, float]:
+    def _microbatch(self, *passes: MicrobatchSeconds) -> dict[str, float]:
         """The terms of one microbatch, summed over its forward and its backward.
 
         On an accelerator, the term "host" has only the host time that exceeds the time of device and tp.
@@ -184,7 +186,9 @@ class Estimator:
             return {"compute": device, "tp": tp, "host": sum(seconds[2] for seconds in passes)}
         return {"compute": device, "tp": tp, "host": sum(_waits(host, device, tp) for device, tp, host in passes)}
 
-    def _without_pipeline(self, candidate: Candidate, forward: Spent, backward: Spent, blocks: int) -> dict[str, float]:
+    def _without_pipeline(
+        self, candidate: Candidate, forward: MicrobatchSeconds, backward: MicrobatchSeconds, blocks: int
+    ) -> dict[str, float]:
         """The terms of a step without a pipeline."""
         microbatch = self._microbatch(forward, backward)
         terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
@@ -230,7 +234,8 @@ class Estimator:
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
         ranks = self._ranks.of(candidate)
-        passes: list[tuple[Spent, Spent]] = []  # the forward and the backward of one microbatch on each kind of rank
+        # The forward and the backward of one microbatch, on each kind of rank.
+        passes: list[tuple[MicrobatchSeconds, MicrobatchSeconds]] = []
         microbatches: list[dict[str, float]] = []  # their terms
         times: list[float] = []  # seconds of one microbatch on each rank
         weights: list[float] = []  # of these, seconds of weight gradients that a split backward delays
@@ -301,7 +306,9 @@ class Estimator:
         """Seconds of the host to gather, or to reduce, an FSDP unit. 0.0 without FSDP2."""
         return (self._profile.host_unit or self._profile.host_collective) if self._gathers else 0.0
 
-    def _job_host(self, candidate: Candidate, gathers: int, forward: Spent, backward: Spent) -> float:
+    def _job_host(
+        self, candidate: Candidate, gathers: int, forward: MicrobatchSeconds, backward: MicrobatchSeconds
+    ) -> float:
         """Seconds that a step waits for the host, besides its functions and what `_pass_host` counts.
 
         On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and

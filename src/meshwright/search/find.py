@@ -30,7 +30,7 @@ from meshwright.prediction.result import Prediction
 from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
-from meshwright.search.estimate import Estimated, Estimator
+from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.pieces import DP_SHARD, MANY_ROWS, Pieces
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
@@ -51,7 +51,7 @@ class Proposal:
     """
 
     plan: Plan
-    estimate: Estimated
+    estimate: CandidateEstimate
     prediction: Prediction | None = None
     measured: Prediction | None = None
 
@@ -80,7 +80,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedFamily:
     """A family of plans, with equal pp and tp, of which none fits in memory.
 
     Attributes:
@@ -118,8 +118,8 @@ class Found:
     plans: tuple[Proposal, ...]
     considered: int
     fitting: int
-    frontier: tuple[Estimated, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
+    frontier: tuple[CandidateEstimate, ...] = ()
+    rejected: tuple[RejectedFamily, ...] = ()
     why: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -184,11 +184,13 @@ class _Model:
     optimizer: MakeOptimizer
     max_norm: float | None
 
-    def estimated(self, estimate: Estimated, blocks: Sequence[str]) -> Proposal:
+    def estimated(self, estimate: CandidateEstimate, blocks: Sequence[str]) -> Proposal:
         """The plan of an estimated candidate. ``blocks``: the names of the repeated blocks."""
         return Proposal(Plan.parse(estimate.candidate.plan(self.options, blocks)), estimate)
 
-    def proposed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
+    def proposed(
+        self, estimate: CandidateEstimate, blocks: Sequence[str], tell: Callable[[str], None]
+    ) -> Proposal | None:
         """The plan of an estimated candidate, rehearsed by ``predict``.
 
         A pipeline is also rehearsed with split backwards (zero bubble), if the options allow that schedule. The estimates
@@ -206,7 +208,9 @@ class _Model:
         proposals = [proposal for proposal in rehearsed if proposal is not None]
         return min(proposals, key=lambda proposal: proposal.seconds, default=None)
 
-    def _rehearsed(self, estimate: Estimated, blocks: Sequence[str], tell: Callable[[str], None]) -> Proposal | None:
+    def _rehearsed(
+        self, estimate: CandidateEstimate, blocks: Sequence[str], tell: Callable[[str], None]
+    ) -> Proposal | None:
         proposal = self.estimated(estimate, blocks)
         tell(f"rehearsing {proposal.plan.mesh}")
         try:
@@ -230,7 +234,7 @@ class _Space:
         memory: candidate → its peak bytes on a device.
     """
 
-    estimates: tuple[Estimated, ...]
+    estimates: tuple[CandidateEstimate, ...]
     pipelines: bool
     blocks: tuple[str, ...]
     memory: Callable[[Candidate], float]
@@ -302,7 +306,7 @@ def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
         yield "schedule: zero_bubble: what halves of backwards copy and keep besides is not estimated, but rehearsed (--verify)"
 
 
-def _order(estimate: Estimated) -> tuple[float, float, str]:
+def _order(estimate: CandidateEstimate) -> tuple[float, float, str]:
     """Sort key: fastest first; among equally fast candidates, the smaller one first."""
     return estimate.seconds, estimate.nbytes, str(estimate.candidate)
 
@@ -366,7 +370,9 @@ def repeated(batch: Any, rows: int) -> Any:
     return mapped(lambda t: t[index] if t.dim() and t.shape[0] == sample_rows else t, batch)
 
 
-def _best(fitting: Sequence[Estimated], proposed: Callable[[Estimated], Proposal | None], top: int) -> list[Proposal]:
+def _best(
+    fitting: Sequence[CandidateEstimate], proposed: Callable[[CandidateEstimate], Proposal | None], top: int
+) -> list[Proposal]:
     """The fastest plan of each of ``top`` families, fastest first. (Within a family, plans differ little.)
 
     Args:
@@ -389,9 +395,9 @@ def _best(fitting: Sequence[Estimated], proposed: Callable[[Estimated], Proposal
     return sorted(plans, key=lambda proposal: proposal.seconds)
 
 
-def _frontier(fitting: Iterable[Estimated]) -> tuple[Estimated, ...]:
+def _frontier(fitting: Iterable[CandidateEstimate]) -> tuple[CandidateEstimate, ...]:
     """The Pareto frontier of bytes and seconds, smallest bytes first."""
-    frontier: list[Estimated] = []
+    frontier: list[CandidateEstimate] = []
     for estimate in sorted(fitting, key=lambda e: (e.nbytes, e.seconds)):
         if not frontier or estimate.seconds < frontier[-1].seconds:
             frontier.append(estimate)
@@ -399,10 +405,10 @@ def _frontier(fitting: Iterable[Estimated]) -> tuple[Estimated, ...]:
 
 
 def _rejected(
-    estimates: Sequence[Estimated], capacity: float, memory: Callable[[Candidate], float]
-) -> tuple[Rejected, ...]:
+    estimates: Sequence[CandidateEstimate], capacity: float, memory: Callable[[Candidate], float]
+) -> tuple[RejectedFamily, ...]:
     """The families of which no candidate fits into ``capacity`` bytes. ``memory``: candidate → its peak bytes."""
-    families: dict[tuple[int, int], list[Estimated]] = {}
+    families: dict[tuple[int, int], list[CandidateEstimate]] = {}
     for estimate in estimates:
         families.setdefault(estimate.candidate.family, []).append(estimate)
     fitting = {family for family, members in families.items() if min(e.nbytes for e in members) <= capacity}
@@ -411,7 +417,7 @@ def _rejected(
         least = min(members, key=lambda e: (e.nbytes, e.seconds))
         if least.nbytes > capacity:
             change = _change(least.candidate, capacity, memory, fitting)
-            rejected.append(Rejected(pp, tp, len(members), least.candidate, least.nbytes, capacity, change))
+            rejected.append(RejectedFamily(pp, tp, len(members), least.candidate, least.nbytes, capacity, change))
     return tuple(rejected)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
-from meshwright.prediction.blocks import Folding, Pruned, folding_of
+from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
 from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
@@ -25,7 +25,7 @@ from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, 
 
 
 @dataclass(frozen=True)
-class Few:
+class FewBlocks:
     """A model with few blocks of each kind. The other blocks are passed through.
 
     Attributes:
@@ -36,12 +36,12 @@ class Few:
     """
 
     most: Build
-    base: Pruned = field(default_factory=lambda: Pruned({}))
-    more: tuple[Pruned, ...] = ()
+    base: PrunedModel = field(default_factory=lambda: PrunedModel({}))
+    more: tuple[PrunedModel, ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of_folding(cls, build: Build, folding: Folding, seed: int) -> Few:
+    def of_folding(cls, build: Build, folding: Folding, seed: int) -> FewBlocks:
         """The model with the blocks that a folding keeps. ``build`` makes the full model."""
         most = _most(folding)
         more = tuple(_beyond(most, pruned_model) for pruned_model, _ in folding.more)
@@ -53,16 +53,16 @@ class Few:
         return [len(blocks) for blocks in self.kinds]
 
 
-def _most(folding: Folding) -> Pruned:
+def _most(folding: Folding) -> PrunedModel:
     """Passes through only the blocks that the base and all of ``more`` pass through."""
     all_pruned = [folding.base, *(pruned_model for pruned_model, _ in folding.more)]
     everywhere = set.intersection(*(set(each.blocks) for each in all_pruned))
-    return Pruned({block: stand_in for block, stand_in in folding.base.blocks.items() if block in everywhere})
+    return PrunedModel({block: stand_in for block, stand_in in folding.base.blocks.items() if block in everywhere})
 
 
-def _beyond(most: Pruned, less: Pruned) -> Pruned:
+def _beyond(most: PrunedModel, less: PrunedModel) -> PrunedModel:
     """Passes through the blocks that ``less`` passes through and ``most`` does not."""
-    return Pruned({block: stand_in for block, stand_in in less.blocks.items() if block not in most.blocks})
+    return PrunedModel({block: stand_in for block, stand_in in less.blocks.items() if block not in most.blocks})
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class Rehearsals:
         return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 
     @property
-    def _few(self) -> Few:
+    def _few(self) -> FewBlocks:
         return self._alone[0]
 
     @cached_property
-    def _alone(self) -> tuple[Few, Pieces]:
+    def _alone(self) -> tuple[FewBlocks, Pieces]:
         """(the model with few blocks, its pieces without tp). The full model, if it fails with blocks passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
@@ -136,7 +136,7 @@ class Rehearsals:
             given, required = "a model without parameters", "a model to train: plans differ in where its parameters are"
             raise PlanError.of("this search", where="model", given=given, required=required, fix="nn.Linear(8, 8)")
         folding = self._folding(build, full)
-        few = Few.of_folding(build, folding, seed)
+        few = FewBlocks.of_folding(build, folding, seed)
         recipe = _most(folding).recipe(full.recipe)
         try:
             most = replace(full, build=few.most, planned=full.planned.of(few.most, recipe))
@@ -146,7 +146,7 @@ class Rehearsals:
         except Exception:  # a model with blocks passed through may raise any exception
             if not few.more:
                 raise
-            all_blocks = Few(build)
+            all_blocks = FewBlocks(build)
             return all_blocks, self._pieces(all_blocks, full)
 
     def _folding(self, build: Build, full: Rehearsal) -> Folding:
@@ -163,7 +163,7 @@ class Rehearsals:
         foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
-    def _pieces(self, few: Few, most: Rehearsal) -> Pieces:
+    def _pieces(self, few: FewBlocks, most: Rehearsal) -> Pieces:
         """The costs of the model's pieces.
 
         Args:

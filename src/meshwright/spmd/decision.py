@@ -136,7 +136,7 @@ Answer = Decision | Body | Gather
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecidedCall:
     """A call and the decider's answer. In ``args`` and ``kwargs``, Uses stand for ``tensors``.
 
     Attributes:

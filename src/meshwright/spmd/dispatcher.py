@@ -31,8 +31,8 @@ from meshwright.spmd import redistribute
 from meshwright.spmd.alias import Memory, Strides, overwrite, with_strides
 from meshwright.spmd.comm import Axis, Fallback, Ledger
 from meshwright.spmd.decide import ANSWERS, DECIDERS, ordered
-from meshwright.spmd.decision import GATHER, Answer, Body, Decided, Decision, Gather, Need, Use
-from meshwright.spmd.execute import Prepared, Ready, fresh
+from meshwright.spmd.decision import GATHER, Answer, Body, DecidedCall, Decision, Gather, Need, Use
+from meshwright.spmd.execute import PreparedDecision, Ready, fresh
 from meshwright.spmd.mover import Mover, duplicate
 from meshwright.spmd.signature import (
     NEVER,
@@ -110,7 +110,7 @@ class Dispatcher(Mover):
         finally:
             self.prepared = prepared
 
-    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided:
+    def decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecidedCall:
         """The decision for a call that is neither a fact nor in ``ANSWERS``. Nothing runs yet.
 
         Raises:
@@ -127,7 +127,7 @@ class Dispatcher(Mover):
         form = replaced(args, numbered), replaced(kwargs, numbered)
         answer: Answer = GATHER
         if _slices(args, kwargs) and aliases(func) and func != Tensor.as_strided and func != torch.as_strided:
-            return Decided(answer, tensors, *form)  # a slice of a slice: a write to it must reach the base of both
+            return DecidedCall(answer, tensors, *form)  # a slice of a slice: a write to it must reach the base of both
         if func in DECIDERS and kwargs.get("out") is None:
             call = self._as_call(func, form, tensors)
             answer = self._known(call, DECIDERS[func](call))
@@ -135,7 +135,7 @@ class Dispatcher(Mover):
         body = None if func in self._running else python_body(func)
         if isinstance(answer, Gather) and body is not None and not writes_first(func, args, kwargs):
             answer = Body(body, *form, finding=answer.finding)
-        return Decided(answer, tensors, *form)
+        return DecidedCall(answer, tensors, *form)
 
     def _known(self, call: Call, answer: Answer) -> Answer:
         """The answer of a decider, if it has a Use for each operand.
@@ -149,7 +149,7 @@ class Dispatcher(Mover):
             raise ReadsValue
         return GATHER
 
-    def _execute(self, func: Any, decided: Decided) -> Any:
+    def _execute(self, func: Any, decided: DecidedCall) -> Any:
         """Carries out a decision: a local function, a Python body, or a fallback."""
         answer, tensors = decided.answer, decided.tensors
         asked_args, asked_kwargs = decided.with_tensors((decided.args, decided.kwargs))
@@ -164,7 +164,7 @@ class Dispatcher(Mover):
                 self._running.discard(func)
         if answer.follows is not None:
             return self._follow(answer, tensors)
-        prepared = Prepared(answer)
+        prepared = PreparedDecision(answer)
         out = prepared.run_first(self, func, args, kwargs, tensors)
         if func == GET_DATA:
             if isinstance(out, GlobalTensor):
@@ -179,7 +179,7 @@ class Dispatcher(Mover):
         args, kwargs = replaced(form, lambda x: operands[x.index] if type(x) is Use else x)
         return Call(func, *ordered(func, args, kwargs), rank=self.axis.rank, ranks=self.axis.size)
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, prepared: Prepared) -> None:
+    def _keep(self, func: Any, args: Any, kwargs: Any, prepared: PreparedDecision) -> None:
         """Keeps a decision for later calls, if their signature contains everything that it depends on."""
         signature, _ = signature_of(func, args, kwargs)
         if NEVER in signature:
@@ -195,7 +195,7 @@ class Dispatcher(Mover):
         source = tensors[index]
         assert isinstance(source, GlobalTensor) and source._mw_parameter is not None
         name, parameter_dims = source._mw_parameter
-        local = Prepared(answer)(self, tensors)
+        local = PreparedDecision(answer)(self, tensors)
         return GlobalTensor(
             local, REPLICATE, self, parameter=(name, tuple(-1 if d < 0 else parameter_dims[d] for d in dims))
         )

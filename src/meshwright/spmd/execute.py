@@ -1,8 +1,8 @@
 """Executes decisions: a decision and tensors → the result. Only here operands are redistributed.
 
 The result lies in memory as on one device, and shares the memory that it shares there (see ``alias``). This too follows from
-the signature of the call. So it is determined with the first call of a signature and kept with the decision (``Prepared``).
-A later call is the local function on local tensors, and one wrapper for the result.
+the signature of the call. So it is determined with the first call of a signature, and kept with the decision
+(``PreparedDecision``). A later call is the local function on local tensors, and one wrapper for the result.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Result:
         return result
 
 
-class Prepared:
+class PreparedDecision:
     """A decision, prepared to execute every call of its signature."""
 
     __slots__ = ("args", "decision", "first", "global_indices", "itself", "rest", "result", "results", "run", "slots")

@@ -154,7 +154,7 @@ def hearing(heard: Heard) -> Iterator[None]:
             alone.heard = before
 
 
-_PATCHES = patches.Together()  # one for the process, as torch's functions are
+_PATCHES = patches.SharedPatches()  # one for the process, as torch's functions are
 _KNOWN: set[str] = set()  # modules whose functions have stand-ins
 
 

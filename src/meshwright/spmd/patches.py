@@ -406,7 +406,7 @@ def compiling() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("default")
 
 
-class Together:
+class SharedPatches:
     """Patches that are in place while at least one thread needs them."""
 
     def __init__(self) -> None:

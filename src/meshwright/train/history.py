@@ -27,7 +27,7 @@ SERIES = ("loss", "grad_norm", "rate", "memory", "waiting", "seconds", "skipped"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint.
 
     Attributes:
@@ -72,7 +72,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedStep:
     """An observed step.
 
     Attributes:
@@ -112,13 +112,13 @@ class History:
     times: tuple[str, ...]
     series: Mapping[str, tuple[float | None, ...]]
     unit: str
-    checkpoints: tuple[Saved, ...]
+    checkpoints: tuple[SavedCheckpoint, ...]
     unfinished: tuple[str, ...]
     hang: str
     absent: tuple[str, ...]
     memories: tuple[RankMemory, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
-    observed: tuple[Observed, ...] = ()
+    observed: tuple[ObservedStep, ...] = ()
 
 
 def history(folder: Path) -> History:
@@ -168,15 +168,15 @@ def _comparisons(folder: Path) -> tuple[Comparison, ...]:
     )
 
 
-def _observed(folder: Path) -> tuple[Observed, ...]:
-    return tuple(Observed(line["step"], line["plan"], line["timeline"]) for line in read(folder, TIMELINES))
+def _observed(folder: Path) -> tuple[ObservedStep, ...]:
+    return tuple(ObservedStep(line["step"], line["plan"], line["timeline"]) for line in read(folder, TIMELINES))
 
 
-def _checkpoints(folder: Path) -> tuple[Saved, ...]:
+def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
     if newest(folder) is None:
         return ()
     return tuple(
-        Saved(
+        SavedCheckpoint(
             inspection.path.name, inspection.step, str(inspection.about.get("time", "")), inspection.bytes,
             _mesh_text(inspection.about.get("mesh", {})),
             "; ".join(f"{problem.where}: {problem.given}" for problem in inspection.problems),
@@ -201,7 +201,7 @@ def _about(folder: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _absent(folder: Path, series: Mapping[str, Any], checkpoints: tuple[Saved, ...]) -> list[str]:
+def _absent(folder: Path, series: Mapping[str, Any], checkpoints: tuple[SavedCheckpoint, ...]) -> list[str]:
     """Lines about absent series, checkpoints and settings."""
     absent = []
     if not series:

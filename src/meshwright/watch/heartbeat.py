@@ -20,7 +20,7 @@ HERE, LEFT, FAILED = "here", "left", "failed"
 
 
 @dataclass(frozen=True)
-class Who:
+class RankProcess:
     """A rank's process.
 
     Attributes:
@@ -86,7 +86,7 @@ class Board(StoreKeys):
         super().__init__(store, name)
         self.rank, self.ranks = rank, ranks
 
-    def introduce(self, who: Who) -> None:
+    def introduce(self, who: RankProcess) -> None:
         """Posts the process of this rank."""
         self._set(f"who/{self.rank}", asdict(who))
 
@@ -98,9 +98,9 @@ class Board(StoreKeys):
         """Posts the location of this rank, after an alarm."""
         self._set(f"where/{self.rank}", where.as_data())
 
-    def who(self) -> dict[int, Who]:
+    def who(self) -> dict[int, RankProcess]:
         """Rank → process, of the ranks that have introduced themselves."""
-        return {rank: Who(**data) for rank, data in self._values_of("who", range(self.ranks)).items()}
+        return {rank: RankProcess(**data) for rank, data in self._values_of("who", range(self.ranks)).items()}
 
     def beats(self, ranks: list[int]) -> dict[int, Beat]:
         """Rank → its last heartbeat, of the ranks that have posted one."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from meshwright.schedule import Action
-from meshwright.watch.heartbeat import FAILED, HERE, LEFT, Beat, Who
+from meshwright.watch.heartbeat import FAILED, HERE, LEFT, Beat, RankProcess
 from meshwright.watch.location import Whereabouts
 
 V = TypeVar("V")
@@ -50,7 +50,7 @@ class Hang:
 
     cause: str
     ranks: int
-    who: Mapping[int, Who]
+    who: Mapping[int, RankProcess]
     beats: Mapping[int, Beat]
     where: Mapping[int, Whereabouts]
     idle: Mapping[int, float]

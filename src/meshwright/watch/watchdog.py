@@ -28,7 +28,7 @@ import torch.distributed as dist
 from meshwright import identity, private
 from meshwright.errors import PlanError
 from meshwright.runtime.job import Job
-from meshwright.watch.heartbeat import FAILED, HERE, LEFT, Alarm, Beat, Board, Who
+from meshwright.watch.heartbeat import FAILED, HERE, LEFT, Alarm, Beat, Board, RankProcess
 from meshwright.watch.location import Ranks, Whereabouts, whereabouts
 from meshwright.watch.report import Hang, spelled_ranks
 from meshwright.workers.pool import LOST_PEER
@@ -112,7 +112,7 @@ class Watch:
         self._state, self._error = HERE, ""
         self._number = 0  # of this rank's last heartbeat
         self._last_beats: dict[int, _LastBeat] = {}
-        self._who: dict[int, Who] = {}
+        self._who: dict[int, RankProcess] = {}
         self._alarm_at: float | None = None
         self._store_error = ""  # why the store cannot be used any more
 
@@ -413,14 +413,14 @@ def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
-def _this_process(job: Job) -> Who:
+def _this_process(job: Job) -> RankProcess:
     host, pid = socket.gethostname(), os.getpid()
     stages = [] if job.pipeline is None else job.pipeline.stages
     stages_text = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}" if stages else ""
-    return Who(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, identity.started(pid), stages_text)
+    return RankProcess(host, f"{host}/{os.environ.get('GROUP_RANK', '0')}", pid, identity.started(pid), stages_text)
 
 
-def _lives(who: Who) -> bool:
+def _lives(who: RankProcess) -> bool:
     """Whether a process of this machine still runs. False if its pid now belongs to another process."""
     return identity.lives(who.pid, who.started)
 

@@ -60,8 +60,8 @@ class ForkServer:
         self._lock = threading.Lock()
         self._closed = False
         self._up = False
-        self._forked: dict[int, Forked] = {}
-        self._new: Forked | None = None
+        self._forked: dict[int, ForkedWorker] = {}
+        self._new: ForkedWorker | None = None
 
     @property
     def up(self) -> bool:
@@ -74,7 +74,7 @@ class ForkServer:
         """Whether the server runs, and its connection is open."""
         return self.process.poll() is None and not self._closed
 
-    def fork(self, descriptors: list[int], environment: Mapping[str, str]) -> Forked:
+    def fork(self, descriptors: list[int], environment: Mapping[str, str]) -> ForkedWorker:
         """Forks a worker.
 
         Args:
@@ -122,12 +122,12 @@ class ForkServer:
         if kind == "up":
             self._up = True
         elif kind == "forked":
-            self._new = self._forked[pid] = Forked(self, pid)
+            self._new = self._forked[pid] = ForkedWorker(self, pid)
         else:
             self._forked.pop(pid).returncode = os.waitstatus_to_exitcode(status)
 
 
-class Forked:
+class ForkedWorker:
     """A forked worker process, with the part of the interface of `subprocess.Popen` that a pool uses."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from meshwright.workers import worker as worker_module
 from meshwright.workers.channel import Channel
-from meshwright.workers.forkserver import Forked, ForkServer, main_file
+from meshwright.workers.forkserver import ForkedWorker, ForkServer, main_file
 from meshwright.workers.scratch import read_from, scratch_file, tail_of
 from meshwright.workers.worker import LISTENER, STACK_SIGNAL
 
@@ -109,7 +109,7 @@ class Echo:
             sys.stdout.flush()
 
 
-def _start(threads: int, server: ForkServer | None, descriptors: list[int]) -> subprocess.Popen | Forked:
+def _start(threads: int, server: ForkServer | None, descriptors: list[int]) -> subprocess.Popen | ForkedWorker:
     """Starts a worker. ``descriptors``: of its socket, the file for its output, the file for its stacks."""
     if server is not None:
         return server.fork(descriptors, environment_of(threads))

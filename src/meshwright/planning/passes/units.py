@@ -19,7 +19,7 @@ from meshwright.graph import Call, ModelGraph
 from meshwright.names import few
 from meshwright.plan import Entry
 from meshwright.planning.draft import Draft
-from meshwright.planning.known_shapes import Asked, KnownShapes
+from meshwright.planning.known_shapes import KnownShapes, ShapeEntries
 from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
@@ -106,7 +106,7 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
 def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
     """Units that some forward does not call: if every read of a value gets the opposite answer, if masks select nothing,
     or with other random numbers. Empty if data ranks cannot take different paths."""
-    model, always, asked = draft.model, set(uses.called), Asked()
+    model, always, asked = draft.model, set(uses.called), ShapeEntries()
     if not draft.routed:
         return set()
     for contrary, way in ((True, None), *((False, way) for way in WAYS if draft.drawn)):
@@ -127,7 +127,7 @@ def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
     return set(uses.candidates) - always
 
 
-def _other_forward(draft: Draft, uses: Uses, shadow: Shadow, asked: Asked) -> tuple[Uses, bool]:
+def _other_forward(draft: Draft, uses: Uses, shadow: Shadow, asked: ShapeEntries) -> tuple[Uses, bool]:
     """(the uses of a forward under ``shadow``, whether it ran to its end). ``asked``: a cache of results on meta."""
     other = Uses(draft.model, uses.candidates)
     try:

@@ -17,7 +17,7 @@ from meshwright.layout import Shard, even_shard
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planned import Planned
-from meshwright.prediction.branches.comparison import Compared, Comparison
+from meshwright.prediction.branches.comparison import Comparison, RegionWays
 from meshwright.prediction.branches.ways import Region, RegionCost, read_regions
 from meshwright.prediction.branches.work import EventCosts, Parameters
 from meshwright.recipe import Recipe
@@ -81,10 +81,10 @@ def compare_branches(
     return Comparison(profile, tuple(map(_compared, costs)))
 
 
-def _compared(cost: RegionCost) -> Compared:
+def _compared(cost: RegionCost) -> RegionWays:
     """The ways to run a region, as plain values."""
     tables = tuple(map(tuple, cost.tables))
-    return Compared(cost.region.name, cost.ranks, cost.rows, tuple(cost.ways), tables, cost.parameter_bytes)
+    return RegionWays(cost.region.name, cost.ranks, cost.rows, tuple(cost.ways), tables, cost.parameter_bytes)
 
 
 def _regions(planned: Planned, recipe: Recipe, graph: ModelGraph, rows: int) -> list[Region]:

@@ -13,7 +13,7 @@ from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR
 
 
 @dataclass(frozen=True)
-class Compared:
+class RegionWays:
     """The ways to run one region of branches. ``compared[name]`` is the way of this name.
 
     Attributes:
@@ -42,7 +42,7 @@ class Comparison:
     """Whether it pays to run branches at the same time. ``print`` shows the ways of each region, and the verdict."""
 
     profile: Profile
-    regions: tuple[Compared, ...]
+    regions: tuple[RegionWays, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -125,7 +125,7 @@ class Comparison:
         return "\n".join([*lines, "", self.verdict])
 
 
-def _table(region: Compared, count: int) -> Iterator[str]:
+def _table(region: RegionWays, count: int) -> Iterator[str]:
     """The lines of the table of a region. ``count``: number of regions that are equal to it, itself included."""
     more = f", and {count - 1} like it" if count > 1 else ""
     rows = f"{region.rows} row{'s' * (region.rows != 1)}" if region.rows is not None else "no rows"

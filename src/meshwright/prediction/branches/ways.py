@@ -19,7 +19,7 @@ from meshwright.layout import Shard
 from meshwright.mesh import Mesh
 from meshwright.planning.split import best_split, imbalance, monotone
 from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_reduce, fork_traffic, join_traffic
-from meshwright.prediction.branches.work import EventCosts, Spent
+from meshwright.prediction.branches.work import EventCost, EventCosts
 from meshwright.regions import Fork, Join, Regions
 from meshwright.submesh import Submesh, Submeshes
 
@@ -135,7 +135,7 @@ class BranchCost:
     """The cost of a branch on some ranks. ``mesh``: the mesh that these ranks form."""
 
     seconds: float
-    spent: Spent
+    spent: EventCost
     mesh: Mesh
 
 
@@ -215,7 +215,7 @@ class RegionCost:
             meshes = [_mesh(ranks // tp, tp) for tp in range(1, ranks + 1) if ranks % tp == 0]
             cost = min((self._cost_on(branch, mesh) for mesh in meshes), key=lambda cost: cost.seconds)
             if (seconds := self.measured_seconds.get((branch.name, ranks))) is not None:
-                cost = BranchCost(seconds, Spent(seconds), cost.mesh)
+                cost = BranchCost(seconds, EventCost(seconds), cost.mesh)
             costs.append(cost)
         return costs
 
@@ -230,7 +230,7 @@ class RegionCost:
             else self.event_costs.on_one_device(positions, rows)
         )
         if data > 1:
-            spent += Spent(traffic=all_reduce(self.event_costs.reduced(positions, cuts), data, tp))
+            spent += EventCost(traffic=all_reduce(self.event_costs.reduced(positions, cuts), data, tp))
         return BranchCost(spent.seconds(self.profile), spent, mesh)
 
     def _share(self, pieces: int) -> float:
@@ -257,7 +257,7 @@ class RegionCost:
         spent = self._by_tables(self.event_costs.on_one_device(region.positions, share)) + self._added_by_job(
             region.positions
         )
-        spent += Spent(traffic=all_reduce(self.event_costs.reduced(region.positions, {}), ranks))
+        spent += EventCost(traffic=all_reduce(self.event_costs.reduced(region.positions, {}), ranks))
         return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
     def _by_tensor(self) -> Way:
@@ -267,7 +267,7 @@ class RegionCost:
         note = "" if any(n in cuts for n in names) else "no parameter of the region can be sharded"
         return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
 
-    def _by_tables(self, spent: Spent) -> Spent:
+    def _by_tables(self, spent: EventCost) -> EventCost:
         """``spent`` times measured ÷ predicted seconds of all branches on one device. Without tables the factor is 1."""
         predicted = sum(self.event_costs.on_one_device(b.positions).seconds(self.profile) for b in self.region.branches)
         measured = sum(self._one_rank_seconds) / max(predicted, 1e-30)
@@ -286,10 +286,10 @@ class RegionCost:
         spent_by_rank, branch_seconds = [], []
         for rank, traffic in enumerate(crossing):
             costs_on_rank = [in_job[i] for i in _branches_on(rank, submeshes)]
-            spent_by_rank.append(sum((cost.spent for cost in costs_on_rank), Spent(traffic=traffic)))
+            spent_by_rank.append(sum((cost.spent for cost in costs_on_rank), EventCost(traffic=traffic)))
             branch_seconds.append(sum(cost.seconds for cost in costs_on_rank))
         # All ranks wait for the slowest branch, and then for the slowest part of the exchange.
-        seconds = max(branch_seconds) + max(Spent(traffic=traffic).seconds(self.profile) for traffic in crossing)
+        seconds = max(branch_seconds) + max(EventCost(traffic=traffic).seconds(self.profile) for traffic in crossing)
         slowest = max(spent_by_rank, key=lambda spent: spent.seconds(self.profile))
         return Way(
             name,
@@ -314,11 +314,11 @@ class RegionCost:
         """The cost of a branch on its place, measured if it is in the tables."""
         cost = self._cost_on(branch, submesh.mesh)
         seconds = self.measured_seconds.get((branch.name, submesh.size))
-        return cost if seconds is None else BranchCost(seconds, Spent(seconds), submesh.mesh)
+        return cost if seconds is None else BranchCost(seconds, EventCost(seconds), submesh.mesh)
 
-    def _added_by_job(self, positions: Sequence[int]) -> Spent:
+    def _added_by_job(self, positions: Sequence[int]) -> EventCost:
         """The seconds of the host that a job adds to these events."""
-        return Spent(host=self.profile.job_call * len(positions))
+        return EventCost(host=self.profile.job_call * len(positions))
 
     def _in_job(self, branch: Branch, cost: BranchCost) -> BranchCost:
         """The cost of a branch with the seconds that a job adds."""
@@ -354,7 +354,7 @@ class RegionCost:
         idle = self.ranks - sum(split)
         return replace(way, note=f"{way.note}; {idle} idle".removeprefix("; ")) if idle else way
 
-    def _way(self, name: str, spent: Spent, *, imbalance: float = 1.0, note: str = "") -> Way:
+    def _way(self, name: str, spent: EventCost, *, imbalance: float = 1.0, note: str = "") -> Way:
         seconds, compute = spent.seconds(self.profile), spent.compute(self.profile)
         return Way(name, self.ranks, seconds, compute, spent.traffic, imbalance, (), note)
 

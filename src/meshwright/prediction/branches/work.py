@@ -54,15 +54,15 @@ def _itemsize(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Spent:
+class EventCost:
     """The cost of events on one rank: seconds of the device, seconds of the host, and collectives."""
 
     device: float = 0.0
     host: float = 0.0
     traffic: Traffic = NOTHING
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(self.device + other.device, self.host + other.host, self.traffic + other.traffic)
+    def __add__(self, other: EventCost) -> EventCost:
+        return EventCost(self.device + other.device, self.host + other.host, self.traffic + other.traffic)
 
     def compute(self, profile: Profile) -> float:
         """Seconds without collectives: those of the device, and those in which it waits for the host."""
@@ -108,18 +108,18 @@ class EventCosts:
         names = [n for n in self.names(positions) if n in self.parameters.trained]
         return sum(int(self.parameters.reduced[n] * _share(cuts.get(n))) for n in names)
 
-    def on_one_device(self, positions: Iterable[int], rows: float = 1.0) -> Spent:
+    def on_one_device(self, positions: Iterable[int], rows: float = 1.0) -> EventCost:
         """The cost on one device. ``rows``: the fraction of the rows that it runs."""
-        return sum((self._spent(self.graph.events[p], rows) for p in positions), Spent())
+        return sum((self._spent(self.graph.events[p], rows) for p in positions), EventCost())
 
-    def over_tp(self, positions: list[int], cuts: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> Spent:
+    def over_tp(self, positions: list[int], cuts: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> EventCost:
         """The cost on one of ``ranks`` tensor-parallel ranks, as in Megatron's pairs of column- and row-parallel layers.
 
         Args:
             cuts: the parameters that are sharded.
             rows: the fraction of the rows that the rank runs.
         """
-        sharded, spent = _ShardedValues(), Spent()
+        sharded, spent = _ShardedValues(), EventCost()
         for p in positions:
             event = self.graph.events[p]
             shards = [cuts[n] for n in event.parameters if n in cuts]
@@ -130,7 +130,7 @@ class EventCosts:
             consumers = self.graph.consumers.get(number, ())
             if number in self.graph.returned or any(p not in selected for p in consumers):
                 sharded.traffic += all_gather(int(self.graph.values[number].bytes * rows * share), ranks)
-        return spent + Spent(traffic=sharded.traffic)
+        return spent + EventCost(traffic=sharded.traffic)
 
     def _share_of_work(
         self, event: Event, shards: list[Shard], sharded: _ShardedValues, ranks: int, rows: float
@@ -154,7 +154,7 @@ class EventCosts:
         sharded.shares |= dict.fromkeys(outputs, share)
         return share
 
-    def _spent(self, event: Event, rows: float, share: float = 1.0) -> Spent:
+    def _spent(self, event: Event, rows: float, share: float = 1.0) -> EventCost:
         """The cost of the forward and backward of an event, of which a rank does the fraction ``share``."""
         parameter_bytes, backward_calls = sum(self.parameters.bytes[n] for n in event.parameters), self._backward(event)
         moved = share * (min(parameter_bytes, event.moved) + max(event.moved - parameter_bytes, 0) * rows)
@@ -162,7 +162,9 @@ class EventCosts:
         seconds = (
             self.profile.compute(flops, moved, self._dtype(event), _kind(event)).seconds if flops or moved else 0.0
         )
-        return Spent((1 + backward_calls) * seconds, self.profile.host + backward_calls * self.profile.host_backward)
+        return EventCost(
+            (1 + backward_calls) * seconds, self.profile.host + backward_calls * self.profile.host_backward
+        )
 
     def _dtype(self, event: Event) -> str:
         """The dtype in which an event computes."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.calls.exchange import Started
+from meshwright.calls.exchange import RunningBlock
 from meshwright.calls.structure import map_tensors, tensors_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
@@ -63,7 +63,9 @@ class Streams:
         self.cuda = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
         self.threads = None if self.cuda else [ThreadPoolExecutor(1, f"stream-{i}") for i in range(count)]
 
-    def start(self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
+    def start(
+        self, stream: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RunningBlock:
         """Begins a block's forward."""
         if self.threads is None:
             return self._queued(self.cuda[stream], forward, args, kwargs)
@@ -71,7 +73,7 @@ class Streams:
 
     def _queued(
         self, stream: torch.cuda.Stream, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Started:
+    ) -> RunningBlock:
         """Queues a block's forward on a CUDA stream."""
         model_stream = torch.cuda.current_stream(self.device)
         stream.wait_stream(model_stream)
@@ -89,7 +91,7 @@ class Streams:
                     t.record_stream(using_stream)
             return result
 
-        return Started(finish)
+        return RunningBlock(finish)
 
 
 @dataclass
@@ -123,7 +125,7 @@ def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
 
 def _threaded(
     thread: ThreadPoolExecutor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Started:
+) -> RunningBlock:
     """Begins a block's forward in a thread, with a graph of its own (see the top of this file)."""
     grad, block = torch.is_grad_enabled(), Block(thread)
     inputs = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
@@ -148,7 +150,7 @@ def _threaded(
         out = iter(_Finish.apply(block, anchor, *(t.detach() for t in tensors)))
         return map_tensors(lambda t: next(out), result)
 
-    return Started(finish)
+    return RunningBlock(finish)
 
 
 @one_process()

@@ -30,10 +30,10 @@ from meshwright.spmd.tensor import local_of
 def recomputed(model: nn.Module, names: Iterable[str], random: Generators) -> dict[str, Around]:
     """Module's name → a wrapper that runs its forward under ``torch.utils.checkpoint`` (calls/hook.py)."""
     modules = dict(model.named_modules())
-    return {name: partial(Recomputed, name, modules[name], random) for name in names}
+    return {name: partial(RecomputedForward, name, modules[name], random) for name in names}
 
 
-class Recomputed:
+class RecomputedForward:
     """A module's forward whose activations are computed again in the backward.
 
     Attributes:
@@ -60,7 +60,7 @@ class Recomputed:
 class _Run:
     """One forward of a module, and its recompute."""
 
-    def __init__(self, recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, recomputed: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._recomputed, self._first = recomputed, (args, kwargs)
         self._kept: Any = None  # the arguments for the recompute, as they were before the forward
         self._inputs: list[Tensor]  # the tensors among them

@@ -37,8 +37,10 @@ def tensor_split(call: Call) -> Answer:
     taken = [_follow(call, x, index) for index in indices]
     if any(isinstance(piece, Gather) for piece in taken):
         return next(piece for piece in taken if isinstance(piece, Gather))
-    out = tuple(_out(x, piece) for piece in taken if isinstance(piece, Taken))
-    return Decision(_pieces, (use_local(x), [piece.index for piece in taken if isinstance(piece, Taken)]), {}, out)
+    out = tuple(_out(x, piece) for piece in taken if isinstance(piece, IndexResult))
+    return Decision(
+        _pieces, (use_local(x), [piece.index for piece in taken if isinstance(piece, IndexResult)]), {}, out
+    )
 
 
 def _pieces(local: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -125,7 +127,7 @@ def getitem(call: Call) -> Answer:
 
 
 @dataclass(frozen=True)
-class Taken:
+class IndexResult:
     """The result of an index into a tensor.
 
     Attributes:
@@ -155,14 +157,14 @@ def _indexed(call: Call, x: Operand, index: tuple[Any, ...]) -> Answer:
     return Decision(Tensor.__getitem__, args, {}, _out(x, taken), cacheable=cacheable)
 
 
-def _out(x: Operand, taken: Taken) -> Any:
+def _out(x: Operand, taken: IndexResult) -> Any:
     return taken.layout if taken.layout is not None else PARTIAL if isinstance(x.layout, Partial) else REPLICATE
 
 
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
+def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> IndexResult | Gather:
     """The result of indexing ``x``, if this rank's part of the result lies in its local tensor; else Gather."""
     if not all(_is_plain(item) for item in index):
         return GATHER
@@ -195,7 +197,7 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> Taken | Gather:
         elif isinstance(item, slice):
             dims.append(dim)
         dim += used
-    return Taken(tuple(local), dims, full, of_result)
+    return IndexResult(tuple(local), dims, full, of_result)
 
 
 def _is_plain(item: Any) -> bool:
