@@ -199,8 +199,8 @@ class Planned:
             if slot in self._homes:
                 pinned[position] = pinned.get(position, every) & {self._homes[slot]}
         sizes = {name: p.numel() * p.element_size() for name, p in self._model.named_parameters()}
-        whole = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
-        cuts = cut_as_before(graph, recipe.stages, whole, sizes, pinned)
+        uncut_modules = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
+        cuts = cut_as_before(graph, recipe.stages, uncut_modules, sizes, pinned)
         if cuts is not None:
             # The first forward that changes an attribute decides its stage.
             for slot, position in graph.changes.items():

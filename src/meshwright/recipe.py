@@ -324,22 +324,22 @@ def _part(ranges: tuple[Interval, ...], first: int, last: int) -> tuple[Interval
     return tuple(intervals)
 
 
-def place_slices(whole: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:
-    """Writes ``local`` to the part of ``whole`` that ``slices`` names; the inverse of ``take_slices``."""
+def place_slices(full: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:
+    """Writes ``local`` to the part of a full tensor that ``slices`` names; the inverse of ``take_slices``."""
     if dim == len(slices):
-        whole.copy_(local)
+        full.copy_(local)
         return
     base = 0
     for start, stop in slices[dim]:
-        place_slices(whole.narrow(dim, start, stop - start), slices, local.narrow(dim, base, stop - start), dim + 1)
+        place_slices(full.narrow(dim, start, stop - start), slices, local.narrow(dim, base, stop - start), dim + 1)
         base += stop - start
 
 
-def take_slices(whole: Tensor, slices: Slices) -> Tensor:
+def take_slices(full: Tensor, slices: Slices) -> Tensor:
     """The part of a full tensor that ``slices`` names, as one tensor."""
     import torch  # imported only if there are tensors: a recipe alone needs no torch
 
-    out = whole
+    out = full
     for dim, ranges in enumerate(slices):
         parts = [out.narrow(dim, start, stop - start) for start, stop in ranges] or [out.narrow(dim, 0, 0)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -260,7 +260,7 @@ def timeouts() -> tuple[set[float], set[float]]:
         build, "pp=1,dp_shard=2,tp=1", batch=(batch["x"],), loss=lambda y: y.square().mean(), timeout=20
     )
     found = []
-    groups = [job.groups.files, *job.groups.made]
+    groups = [job.groups.files, *job.groups.joined_groups]
     found.append({seconds_of(g) for g in groups})
     with mw.Watch(job, 900.0):
         found.append({seconds_of(g) for g in [*groups, dist.group.WORLD]})

@@ -58,7 +58,7 @@ job = mw.parallelize(network, plan, batch=(x,), loss=lambda y: y.square().mean()
 optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
 rows = 8 // job.recipe.mesh.data_size
 job.groups = replace(job.groups, timeout=TIMEOUT / 2)  # as if given to ``parallelize``: less than the watch's
-for group in (dist.group.WORLD, *job.groups.made):
+for group in (dist.group.WORLD, *job.groups.joined_groups):
     _set_timeout(group, TIMEOUT / 2)
 with mw.Watch(job, TIMEOUT, folder=FOLDER):
     for step in range(1, STEPS + 1):

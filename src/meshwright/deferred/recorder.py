@@ -153,8 +153,8 @@ class Recorder(TorchDispatchMode):
             return
         cell = self.log.cell(storage.nbytes())
         if not (overwritten and tensor.numel() * tensor.itemsize == storage.nbytes()):
-            whole, only = bytes_of(storage), frozenset([cell])
-            args = (ref_of(whole, cell), whole.clone())
+            memory, only = bytes_of(storage), frozenset([cell])
+            args = (ref_of(memory, cell), memory.clone())
             dtype = torch.get_default_dtype()
             self.log.add(LoggedOp(_aten.copy_.default, args, {}, frozenset(), only, only, (None,), None, dtype))
         self.cells[storage.data_ptr()] = _Cell(cell, storage)

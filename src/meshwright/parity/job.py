@@ -100,7 +100,7 @@ def _train(job: Job, case: Case, batches: Iterator[Any]) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         buffers.append(copies_of((name, value) for name, value in job.full_buffers() if value is not None))
-    parameters = copies_of((line.name, whole) for line, whole in job.full_parameters() if whole is not None)
+    parameters = copies_of((line.name, full) for line, full in job.full_parameters() if full is not None)
     facts = Facts(tuple(losses), gradients, parameters, tuple(buffers))
     return Outcome(facts, job.recipe, tuple(fallbacks), collectives, job.notes)
 

@@ -68,10 +68,10 @@ def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...
             r for r in _regions(graph, graph.calls[path], calls)
             if len(r) > 1 and any(_weights(graph, branch) > 1 for branch in r)
         ]  # fmt: skip
-        taken = {c.path for region in regions for branch in region for c in branch}
+        paths_in_regions = {c.path for region in regions for branch in region for c in branch}
         sets.extend(tuple(_candidate(graph, branch) for branch in region) for region in regions)
         for call in calls:
-            if call.path not in taken:
+            if call.path not in paths_in_regions:
                 look(call.path)
 
     for root in [ROOT] if not within else [c.path for c in graph.calls.values() if c.module == within]:

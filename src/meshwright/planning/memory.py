@@ -50,14 +50,14 @@ class Memory(DispatchMode):
 
     Attributes:
         ticks: how many ops have run; also the number of the last op.
-        made: memory → the number of the op that allocated it. Memory from before this mode was entered has no entry.
+        allocated: memory → the number of the op that allocated it. Memory from before this mode was entered has no entry.
         written: memory → the number of the op that last wrote to it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ticks = 0
-        self.made: dict[int, int] = {}
+        self.allocated: dict[int, int] = {}
         self.written: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,9 +67,9 @@ class Memory(DispatchMode):
         targets = [t for t in tensors_among(v for _, v in written_by(func, args, kwargs)) if has_memory(t)]
         self.written |= dict.fromkeys(map(storage_of, targets), self.ticks)
         if not targets and not func.is_view:
-            taken = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if has_memory(t)}
+            arguments = {storage_of(t) for t in tensors_among((*args, *kwargs.values())) if has_memory(t)}
             returned = {storage_of(t) for t in tensors_among((out,)) if has_memory(t)}
-            self.made |= dict.fromkeys(returned - taken, self.ticks)
+            self.allocated |= dict.fromkeys(returned - arguments, self.ticks)
         return out
 
     def since(self, tick: int) -> set[int]:

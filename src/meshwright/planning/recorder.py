@@ -162,15 +162,15 @@ class Recorder(Tracer):
     def _wrote_to_the_batch(self, tick: int) -> bool:
         """Whether an op after number ``tick`` wrote to older memory that is computed from the batch alone."""
         values = {*self._named, *self.shared, *self._parameter_memory}
-        return any(self.memory.made.get(m, 0) <= tick for m in self.memory.since(tick) - values)
+        return any(self.memory.allocated.get(m, 0) <= tick for m in self.memory.since(tick) - values)
 
     def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds to ``stashed`` of a call, and of the calls around it, the values that the call made and that can be reached
         without its result: from attributes of its module, or from its arguments."""
         attributes = [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules", "forward")]
-        kept = {n for t in tensors_of(attributes) if (n := self.number(t)) is not None}
-        self._on_modules |= kept
-        reachable = kept | {n for t in tensors_of([args, kwargs]) if (n := self.number(t)) is not None}
+        on_module = {n for t in tensors_of(attributes) if (n := self.number(t)) is not None}
+        self._on_modules |= on_module
+        reachable = on_module | {n for t in tensors_of([args, kwargs]) if (n := self.number(t)) is not None}
         stashed = frozenset(n for n in reachable if self.graph.values[n].position >= call.start)
         if stashed:
             for depth in range(1, len(call.path) + 1):
@@ -399,7 +399,7 @@ class Recorder(Tracer):
         for memory, touched in slot_uses.touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
-                there_before = self.memory.made.get(memory, 0) <= self._entered.get(path, 0)
+                there_before = self.memory.allocated.get(memory, 0) <= self._entered.get(path, 0)
                 if there_before and any(p in inside for p in touched.changed):
                     call.visible |= any(p not in inside for p in touched.used)
         for path, changed in slot_uses.changed_in.items():

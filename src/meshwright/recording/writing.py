@@ -108,8 +108,8 @@ def write_tensors(file: Path, copies: Mapping[str, TensorCopy], ranks: Ranks) ->
         name, view = by_key[spec.name]
         copy = copies.get(name)
         takes_part = copy is not None and (copy.layout.gathers or ranks.rank == view.writer)
-        whole = copy.full_tensor() if copy is not None and takes_part else None
-        received = ranks.sent_to_rank_0(whole, view)
+        full = copy.full_tensor() if copy is not None and takes_part else None
+        received = ranks.sent_to_rank_0(full, view)
         if received is None:
             return torch.empty(0)
         return torch.view_as_real(received.cpu().contiguous()) if received.is_complex() else received

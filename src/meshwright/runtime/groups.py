@@ -48,7 +48,7 @@ class Groups:
         replicated: submesh → the same with one data axis, if it has modules that the plan replicates.
         shared: pipeline ranks whose stages share a parameter → their group, along this rank's line of the pp axis.
         together: submeshes that share a parameter → the group of all their ranks in this rank's stage.
-        made: the groups above that this rank is in.
+        joined_groups: the groups above that this rank is in.
         timeout: seconds that a collective waits for other ranks.
         hosts: axis → the group of its ranks for tensors of the host; "" → of all ranks.
     """
@@ -60,7 +60,7 @@ class Groups:
     replicated: Mapping[int, DeviceMesh]
     shared: Mapping[tuple[int, ...], dist.ProcessGroup]
     together: Mapping[tuple[int, ...], dist.ProcessGroup]
-    made: tuple[dist.ProcessGroup, ...] = ()
+    joined_groups: tuple[dist.ProcessGroup, ...] = ()
     timeout: float = _TIMEOUT
     hosts: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Groups:
     def wait_longer(self, seconds: float) -> None:
         """Raises the timeout of all groups to at least ``seconds``. Collective."""
         if seconds > self.timeout and dist.get_world_size() > 1:
-            for group in (dist.group.WORLD, self.files, *self.made):
+            for group in (dist.group.WORLD, self.files, *self.joined_groups):
                 if group is not None:
                     _set_timeout(group, seconds)
 
@@ -148,10 +148,12 @@ def make_groups(recipe: Recipe, device: torch.device, timeout: float = _TIMEOUT)
     ]  # fmt: skip
     hosts = _hosts(meshes[0])
     own_hosts = [group for group in hosts.values() if group is not dist.group.WORLD]
-    made = tuple(dict.fromkeys((*of_meshes, *shared.values(), *together.values(), *own_hosts)))
-    for group in made:
+    joined_groups = tuple(dict.fromkeys((*of_meshes, *shared.values(), *together.values(), *own_hosts)))
+    for group in joined_groups:
         _set_timeout(group, timeout)
-    return Groups(recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, made, timeout, hosts)
+    return Groups(
+        recipe.mesh, dist.get_rank(), device, meshes, replicated, shared, together, joined_groups, timeout, hosts
+    )
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -94,24 +94,24 @@ class JobEnd:
         """
         assert self._first is not None
         lost = _is_lost_peer(error)
-        own = Cause(self._groups.rank, step, _text(error))
-        self._first.report(own, lost=lost)
+        cause_here = Cause(self._groups.rank, step, _text(error))
+        self._first.report(cause_here, lost=lost)
         self._close()
-        cause = self._first.wait() if lost else own
+        cause = self._first.wait() if lost else cause_here
         if isinstance(cause, Cause):
             step, cause = cause.step, f"rank {cause.rank} failed: {cause.text}"
         self._over = f"step {step}: {cause}"
         if lost:
             return RankError(self._over, first=True)
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"on rank {own.rank}, in step {own.step}: this ends the job, on all ranks")
+            error.add_note(f"on rank {cause_here.rank}, in step {cause_here.step}: this ends the job, on all ranks")
         return None
 
     def _close(self) -> None:
         """Closes the connections of this rank, so that ranks that wait for it stop waiting."""
         assert self._first is not None
         self._first.close_connections()
-        for group in (dist.group.WORLD, *self._groups.made):
+        for group in (dist.group.WORLD, *self._groups.joined_groups):
             if group is not None and backend_of(group, self._groups.device) == "nccl":
                 with suppress(Exception):
                     group.abort()

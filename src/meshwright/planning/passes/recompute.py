@@ -45,8 +45,8 @@ def recompute_in_stages(draft: Draft) -> Draft:
         if _changed_before(graph, c, cuts)
     }
     notes = (f"{r} is not recomputed: {followed[r]}" for r in draft.recompute if r in followed)
-    kept = followed.keys() | parted_modules(graph, draft.stages)
-    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in kept)).noted(notes)
+    not_recomputed = followed.keys() | parted_modules(graph, draft.stages)
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in not_recomputed)).noted(notes)
 
 
 def _changed_before(graph: ModelGraph, call: Call, cuts: Sequence[int]) -> bool:

@@ -38,7 +38,7 @@ def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: G
     return None
 
 
-def whole_on_every_rank(
+def full_on_every_rank(
     line: ParameterRecipe, local: Tensor | None, dtype: torch.dtype, recipe: Recipe, groups: Groups
 ) -> Tensor | None:
     """The full tensor on every rank's device. Collective over all ranks.

@@ -24,7 +24,7 @@ from meshwright.names import few
 from meshwright.private import any_hooked, awaits_gradient, hooked, take_backward_hooks, without_modes
 from meshwright.recipe import Recipe, take_slices
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.gather import whole_on_every_rank
+from meshwright.runtime.weights.gather import full_on_every_rank
 from meshwright.runtime.weights.gradient_sums import GradientSums
 from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor, zero_gradient
 
@@ -125,7 +125,7 @@ class StepGradients:
             line, p = self._recipe.by_name[name], self._current[name]
             is_here = self._recipe.holds(line, self._groups.rank)
             local = local_tensor(p.grad) if is_here and p.grad is not None else None
-            full = whole_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
+            full = full_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
             if full is None:
                 continue  # no rank has a gradient, so one device would have none
             for hook in [hook for hooks in registered for hook in hooks.values()]:
