@@ -1,7 +1,7 @@
 """Cases by arithmetic: a few rehearsals for each model and size of tp, and ``meshwright.search``'s equations for the rest.
 
-    model without its depth, tp ──► pieces, rehearsed once, of a model with a few blocks        search.pieces
-    pieces, depth, layout ──► seconds, and bytes of the fullest rank                            search.estimate
+    model without its depth, tp ──► costs of layers, rehearsed once, with few blocks       search.layer_costs
+    these costs, depth, layout  ──► seconds, and bytes of the fullest rank                  search.estimate
 
 So the thousand rows of one table cost eight models' rehearsals.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.search.estimate import CandidateEstimate, Estimator
-from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, MANY_ROWS, Pieces
+from meshwright.search.layer_costs import DP_SHARD, FEW_BLOCKS, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate
 from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
@@ -30,7 +30,7 @@ _FEW = FEW_BLOCKS + 2  # blocks, of which all but FEW_BLOCKS fold
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What the pieces of a model depend on."""
+    """What the costs of layers depend on."""
 
     shape: ModelShape
     tp: int
@@ -70,9 +70,9 @@ def _estimator(rehearsed: Rehearsed, layers: int, precision: Precision, machine:
     """For all rows of a model and a size of tp: it keeps what a block takes."""
     shape, itemsize = rehearsed.shape, ITEMSIZE[precision.compute]
     crossing = float(shape.sequence * shape.hidden * itemsize)  # of a row, between blocks
-    pieces = replace(pieces_of(rehearsed), blocks=layers)
+    layer_costs = replace(layer_costs_of(rehearsed), blocks=layers)
     return Estimator(
-        profile_of(machine, precision.compute), {rehearsed.tp: pieces}, crossing, crossing, itemsize,
+        profile_of(machine, precision.compute), {rehearsed.tp: layer_costs}, crossing, crossing, itemsize,
         reduced=ITEMSIZE[precision.reduce], gathers=not precision.master,
     )  # fmt: skip
 
@@ -86,16 +86,16 @@ def _candidate(layout: Layout, *, recompute: bool) -> Candidate:
 
 
 @cache
-def pieces_of(of: Rehearsed) -> Pieces:
-    """The pieces of a model of a few blocks.
+def layer_costs_of(of: Rehearsed) -> LayerCosts:
+    """The costs of the layers of a model with few blocks.
 
     Raises:
         ValueError: nothing of it is sharded over tp.
     """
-    pieces = _measured(of.shape, of.computed_in, sequence_parallel=of.sequence_parallel).pieces(of.tp)
-    if pieces is None:
+    layer_costs = _measured(of.shape, of.computed_in, sequence_parallel=of.sequence_parallel).layer_costs(of.tp)
+    if layer_costs is None:
         raise ValueError(f"nothing is sharded over {of.tp} ranks of tp")
-    return pieces
+    return layer_costs
 
 
 @cache

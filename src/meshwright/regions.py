@@ -109,11 +109,11 @@ class Return:
     stop: int | None
 
 
-Shares = Sequence[tuple[int, int]] | None
+RowRanges = Sequence[tuple[int, int]] | None
 """(first row, end) of each share of a branch; None if each of its ranks has all rows."""
 
 
-def parts(members: Sequence[int], shares: Shares) -> list[tuple[int, int | None, tuple[int, ...]]]:
+def parts(members: Sequence[int], shares: RowRanges) -> list[tuple[int, int | None, tuple[int, ...]]]:
     """(first row, end, the ranks that have these rows) for each part of a value of a branch; (0, None, all) if all have all.
 
     Args:
@@ -127,7 +127,7 @@ def parts(members: Sequence[int], shares: Shares) -> list[tuple[int, int | None,
     ]
 
 
-def returns(home: Sequence[int], taker: Sequence[int], home_rows: Shares, taker_rows: Shares) -> list[Return]:
+def returns(home: Sequence[int], taker: Sequence[int], home_rows: RowRanges, taker_rows: RowRanges) -> list[Return]:
     """The transfers of a value's gradient from the branch that took the value to each rank of the branch that made it. Of
     several ranks that have the same rows, one sends.
 

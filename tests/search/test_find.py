@@ -19,7 +19,7 @@ from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.find import repeated
-from meshwright.search.pieces import DP_SHARD, MANY_ROWS
+from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
@@ -88,7 +88,7 @@ def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most
 def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
     slow, build = replace(GPU, host_collective=1e-3), partial(Tower, depth=4)
     rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
-    estimator = Estimator(slow, {1: rehearsals.pieces(1)}, 0.0, 0.0, 4)
+    estimator = Estimator(slow, {1: rehearsals.layer_costs(1)}, 0.0, 0.0, 4)
     for replicate, shard, reshard in ((1, 2, True), (1, 2, False), (2, 1, True), (2, 2, True)):
         candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
         rows = tokens(4 * replicate * shard, 32)
@@ -264,11 +264,13 @@ def test_what_the_optimizer_needs_is_not_taken_for_activations():
     batch = repeated(tokens(length=32), MANY_ROWS * DP_SHARD)
     rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
-    pieces = rehearsals.pieces(1)
-    assert pieces.updating == pytest.approx(2 * 4, rel=0.01)  # of an element, its gradient, and its step in float32
-    estimator = Estimator(GPU, {1: pieces}, rehearsals.recomputed(), 0.0, 2)
+    layer_costs = rehearsals.layer_costs(1)
+    assert layer_costs.updating == pytest.approx(
+        2 * 4, rel=0.01
+    )  # of an element, its gradient, and its step in float32
+    estimator = Estimator(GPU, {1: layer_costs}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
-    assert estimator.memory.peak(one) == pytest.approx((pieces.persistent + 8) * pieces.total_elements / 2)
+    assert estimator.memory.peak(one) == pytest.approx((layer_costs.persistent + 8) * layer_costs.total_elements / 2)
 
 
 class TwoKinds(Tower):
@@ -313,7 +315,7 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
         lambda model, plan, *args, **kwargs: planned.append(plan) or plain(model, plan, *args, **kwargs),
     )
     rehearsals = rehearsals_of(Tower)
-    assert rehearsals.pieces(1) is not None and rehearsals.pieces(2) is not None
+    assert rehearsals.layer_costs(1) is not None and rehearsals.layer_costs(2) is not None
     assert [plan.mesh.axis_size("tp") for plan in planned] == [1, 2]
     assert rehearsals.recomputed() > 0
     assert len(planned) == 3

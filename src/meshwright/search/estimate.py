@@ -1,4 +1,4 @@
-"""``Estimator``: seconds and bytes of a candidate, by arithmetic, from the pieces of a model. Equations:
+"""``Estimator``: seconds and bytes of a candidate, by arithmetic, from the costs of its layers. Equations:
 
 | what | equation | function |
 | --- | --- | --- |
@@ -39,8 +39,8 @@ from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
 from meshwright.runtime.weights.buckets import BYTES
 from meshwright.search.calls import Calls, at
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.memory import REDUCED, MemoryEstimator
-from meshwright.search.pieces import Pieces
 from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate
@@ -73,7 +73,7 @@ class Estimator:
 
     Args:
         profile: the hardware.
-        pieces: size of tp → the costs of the model's pieces at that size.
+        layer_costs: size of tp → the costs of its layers at that size.
         recomputed: bytes per row that a block keeps if its forward is recomputed, with tp = 1.
         sends: bytes per row that one stage sends to the next.
         itemsize: bytes per element in the precision of compute.
@@ -88,7 +88,7 @@ class Estimator:
     def __init__(
         self,
         profile: Profile,
-        pieces: Mapping[int, Pieces],
+        layer_costs: Mapping[int, LayerCosts],
         recomputed: float,
         sends: float,
         itemsize: int,
@@ -96,11 +96,11 @@ class Estimator:
         *,
         gathers: bool = True,
     ) -> None:
-        self._profile, self._pieces = profile, pieces
+        self._profile, self._layer_costs = profile, layer_costs
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._ranks = PipelineRanks(pieces)
-        self.memory = MemoryEstimator(pieces, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
+        self._ranks = PipelineRanks(layer_costs)
+        self.memory = MemoryEstimator(layer_costs, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
@@ -148,27 +148,27 @@ class Estimator:
 
         They are half of the matrix products of its backward. The other half are the gradients of inputs.
         """
-        backward = self._pieces[candidate.tp].backward
+        backward = self._layer_costs[candidate.tp].backward
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self._profile, candidate.rows, "matmul") for n, calls in parts) / 2
 
     def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> MicrobatchSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
-        pieces = self._pieces[tp]
-        calls: Calls = getattr(pieces.forward if kind == "F" else pieces.backward, part)
+        layer_costs = self._layer_costs[tp]
+        calls: Calls = getattr(layer_costs.forward if kind == "F" else layer_costs.backward, part)
         host = self._profile.host if kind == "F" else self._profile.host_backward
         return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.host(self._profile, host)
 
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
         device = max(self._ranks.elements(candidate)) * self._updates(candidate.tp, candidate.dp_shard)
-        host = at(self._pieces[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate)))
+        host = at(self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate)))
         host *= self._profile.update(sharded=candidate.data * candidate.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
         """Seconds of clipping and the optimizer on the device, per element before sharding."""
-        return self._pieces[tp].update.device(self._profile, 1 / shards)
+        return self._layer_costs[tp].update.device(self._profile, 1 / shards)
 
     def _shared_cores(self, candidate: Candidate, terms: Mapping[str, float]) -> float:
         """Seconds that a step takes longer because all ranks share the cores of one machine; 0.0 on an accelerator."""
@@ -193,7 +193,7 @@ class Estimator:
         microbatch = self._microbatch(forward, backward)
         terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
         gathers = candidate.microbatches * (2 if candidate.reshard else 1)
-        terms["compute"] += self._copies(candidate, self._pieces[candidate.tp].total_elements, gathers)
+        terms["compute"] += self._copies(candidate, self._layer_costs[candidate.tp].total_elements, gathers)
         terms["host"] += self._job_host(candidate, gathers, forward, backward)
         if candidate.data > 1:
             hiding = [sum(self._microbatch(seconds).values()) for seconds in (forward, backward)]
@@ -203,7 +203,7 @@ class Estimator:
 
     def _exposed_data(self, candidate: Candidate, forward: float, backward: float, blocks: int) -> float:
         """Exposed seconds of gathers and reductions: those that compute does not hide. On a CPU, compute hides nothing."""
-        block, first, last = self._pieces[candidate.tp].elements
+        block, first, last = self._layer_costs[candidate.tp].elements
         gather, (scatter, total) = self._gather(candidate, block), self._reductions(candidate, block)
         root = self._gather(candidate, first + last)
         hides = 0.0 if self._profile.cores else 1.0
@@ -223,7 +223,7 @@ class Estimator:
         """Seconds that compute takes longer because collectives of the data axes overlap with it."""
         if not self._profile.contention:
             return 0.0
-        block, first, last = self._pieces[candidate.tp].elements
+        block, first, last = self._layer_costs[candidate.tp].elements
         collectives = 0.0
         for units, elements in ((blocks, block), (1, first + last)):
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
@@ -279,7 +279,7 @@ class Estimator:
                 (2 * itemsize / candidate.dp_shard, gathers),
                 (out, gathers),
             ]
-        units = self._pieces[candidate.tp].blocks // candidate.pp + 1
+        units = self._layer_costs[candidate.tp].blocks // candidate.pp + 1
         return units * sum(
             times * self._profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
@@ -319,7 +319,10 @@ class Estimator:
             gathers: number of gathers of each unit in a step.
             forward, backward: one microbatch.
         """
-        profile, units_host = self._profile, (self._pieces[candidate.tp].blocks // candidate.pp + 1) * self._unit_host
+        profile, units_host = (
+            self._profile,
+            (self._layer_costs[candidate.tp].blocks // candidate.pp + 1) * self._unit_host,
+        )
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
         if profile.cores:
             passes = candidate.microbatches * candidate.chunks

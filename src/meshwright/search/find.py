@@ -1,8 +1,8 @@
 """``find_plans``: searches the fastest plans of a model for a number of devices.
 
-    model ──► pieces at each size of tp          a few rehearsals for each size (pieces.py)
-          ──► estimate of every candidate        arithmetic (estimate.py, space.py)
-          ──► prediction of the best that fit    rehearsals by ``predict``, if asked for
+    model ──► costs of layers, at each size of tp   a few rehearsals for each size (layer_costs.py)
+          ──► estimate of every candidate           arithmetic (estimate.py, space.py)
+          ──► prediction of the best that fit       rehearsals by ``predict``, if asked for
           ──► sorted by predicted seconds
 
 Deterministic: the same model and hardware give the same plans in the same order.
@@ -31,7 +31,7 @@ from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search.estimate import CandidateEstimate, Estimator
-from meshwright.search.pieces import DP_SHARD, MANY_ROWS, Pieces
+from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
 
@@ -258,15 +258,17 @@ class _Space:
         rehearsals = Rehearsals(
             model.build, repeated(model.batch, MANY_ROWS * DP_SHARD), fixed, model.loss, model.optimizer, model.max_norm
         )
-        pieces = _pieces(rehearsals, devices, per_node, tell)
-        blocks = max(of_tp.blocks for of_tp in pieces.values())
-        alone = blocks and 1 in pieces  # a plan may ask for slices of tp
+        layer_costs = _layer_costs(rehearsals, devices, per_node, tell)
+        blocks = max(of_tp.blocks for of_tp in layer_costs.values())
+        alone = blocks and 1 in layer_costs  # a plan may ask for slices of tp
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
         itemsize = _ITEMSIZE[options.get("precision", "float32")]
-        estimator = Estimator(model.profile, pieces, recomputed, sends or 0.0, itemsize)
+        estimator = Estimator(model.profile, layer_costs, recomputed, sends or 0.0, itemsize)
         staged = blocks if sends is not None else 0
-        every = [*candidates(devices, per_node, model.rows, [*pieces], staged, options, recompute=bool(recomputed))]
+        every = [
+            *candidates(devices, per_node, model.rows, [*layer_costs], staged, options, recompute=bool(recomputed))
+        ]
         if options.get("recompute") is None:
             selective = [estimator.memory.selected(candidate, capacity) for candidate in every]
             every += [candidate for candidate in selective if candidate is not None]
@@ -338,27 +340,29 @@ def _on_nodes(profile: Profile, devices: int, nodes: int | None) -> Profile:
     return profile
 
 
-def _pieces(rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]) -> dict[int, Pieces]:
-    """Size of tp → the model's pieces, for the sizes that the model allows.
+def _layer_costs(
+    rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]
+) -> dict[int, LayerCosts]:
+    """Size of tp → the costs of the layers, for the sizes that the model allows.
 
     Raises:
         PlanError: the model allows no size of tp. The error is that of the first size.
     """
-    pieces: dict[int, Pieces] = {}
+    layer_costs: dict[int, LayerCosts] = {}
     problems: list[PlanError] = []
     for tp in divisors(devices):
         if tp <= per_node:
             tell(f"rehearsing a few blocks with tp={tp}")
             try:
-                pieces_of_tp = rehearsals.pieces(tp)
+                costs_of_tp = rehearsals.layer_costs(tp)
             except PlanError as problem:
                 problems.append(problem)  # the model cannot be sharded over this size
                 continue
-            if pieces_of_tp is not None:
-                pieces[tp] = pieces_of_tp
-    if not pieces:
+            if costs_of_tp is not None:
+                layer_costs[tp] = costs_of_tp
+    if not layer_costs:
         raise problems[0]
-    return pieces
+    return layer_costs
 
 
 def repeated(batch: Any, rows: int) -> Any:

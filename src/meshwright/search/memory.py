@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.search.pieces import Pieces
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.pipeline import in_flight
 from meshwright.search.ranks import PipelineRanks
 from meshwright.search.space import Candidate
@@ -23,7 +23,7 @@ class MemoryEstimator:
 
     def __init__(
         self,
-        pieces: Mapping[int, Pieces],
+        layer_costs: Mapping[int, LayerCosts],
         ranks: PipelineRanks,
         recomputed: float,
         itemsize: int,
@@ -31,23 +31,23 @@ class MemoryEstimator:
         *,
         gathers: bool,
     ) -> None:
-        self._pieces, self._ranks, self._recomputed = pieces, ranks, recomputed
+        self._layer_costs, self._ranks, self._recomputed = layer_costs, ranks, recomputed
         self._itemsize, self._reduced, self._gathers = itemsize, reduced, gathers
 
     def peak(self, candidate: Candidate) -> float:
         """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
-        pieces = self._pieces[candidate.tp]
-        per_recomputed_block = self._recomputed / (candidate.tp if pieces.sequence else 1)
+        layer_costs = self._layer_costs[candidate.tp]
+        per_recomputed_block = self._recomputed / (candidate.tp if layer_costs.sequence else 1)
         # The activations of one block while it is recomputed. The memory of the loss is free by then.
-        recomputing = pieces.activations * candidate.rows if candidate.recompute else 0.0
-        base, slope = pieces.other
+        recomputing = layer_costs.activations * candidate.rows if candidate.recompute else 0.0
+        base, slope = layer_costs.other
         other = base + max(slope * candidate.rows, recomputing)
         peak = 0.0
         for index, (rank, elements) in enumerate(
             zip(self._ranks.of(candidate), self._ranks.elements(candidate), strict=True)
         ):
             full_blocks = min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
-            per_row = full_blocks * pieces.activations + (rank.blocks - full_blocks) * per_recomputed_block
+            per_row = full_blocks * layer_costs.activations + (rank.blocks - full_blocks) * per_recomputed_block
             ranks_before = candidate.pp - 1 if "last" in rank.ends else index
             microbatches = in_flight(candidate, ranks_before)
             rest = other if "last" in rank.ends else base + recomputing
@@ -61,17 +61,17 @@ class MemoryEstimator:
             elements: parameter elements of the rank, before sharding.
             activations: bytes of activations.
         """
-        pieces = self._pieces[candidate.tp]
+        layer_costs = self._layer_costs[candidate.tp]
         if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
-            gathered = pieces.unsharded
+            gathered = layer_costs.unsharded
         else:
             cast = self._itemsize != REDUCED or candidate.data > 1
             gathered = elements * self._itemsize if self._gathers and cast else 0.0
         # Accumulated gradients stay unsharded until the backward of the last microbatch.
         gradients = elements * self._reduced if candidate.microbatches > 1 else 0.0
         local_elements = elements / candidate.dp_shard
-        return pieces.persistent * local_elements + max(
-            gathered + gradients + activations, pieces.updating * local_elements
+        return layer_costs.persistent * local_elements + max(
+            gathered + gradients + activations, layer_costs.updating * local_elements
         )
 
     def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:
@@ -85,7 +85,7 @@ class MemoryEstimator:
             None if no block can keep its activations, or all can; if the candidate does not recompute all of its blocks; or if
             the blocks do not divide evenly over the stages.
         """
-        blocks, chunks = self._pieces[candidate.tp].blocks, candidate.chunks
+        blocks, chunks = self._layer_costs[candidate.tp].blocks, candidate.chunks
         if not candidate.recompute or candidate.saved_blocks or blocks % (candidate.pp * chunks):
             return None
         if self.peak(replace(candidate, recompute=False)) <= capacity or self.peak(candidate) > capacity:

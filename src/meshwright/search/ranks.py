@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from meshwright.search.pieces import Pieces
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.space import Candidate
 from meshwright.search.stages import Cut, balanced
 
@@ -30,17 +30,17 @@ class PipelineRanks:
     """The ranks of the pipeline axis, in groups with equal work.
 
     Args:
-        pieces: size of tp → the costs of the model's pieces at that size.
+        layer_costs: size of tp → the costs of its layers at that size.
     """
 
-    def __init__(self, pieces: Mapping[int, Pieces]) -> None:
-        self._pieces = pieces
+    def __init__(self, layer_costs: Mapping[int, LayerCosts]) -> None:
+        self._layer_costs = layer_costs
         self._cut = cache(self._cut_of)
 
     def of(self, candidate: Candidate) -> tuple[Rank, ...]:
         """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
         if candidate.pp == 1:
-            return (Rank(1, self._pieces[candidate.tp].blocks, ("first", "last")),)
+            return (Rank(1, self._layer_costs[candidate.tp].blocks, ("first", "last")),)
         cut = self._cut(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
         other_stages = (candidate.chunks - 1) * cut.between  # blocks of a rank's stages but the first or last one
         first = Rank(1, cut.first + other_stages, ("first",))
@@ -51,16 +51,16 @@ class PipelineRanks:
 
     def elements(self, candidate: Candidate) -> list[float]:
         """The number of parameter elements of each entry of ``of``, before they are sharded over data ranks."""
-        pieces = self._pieces[candidate.tp]
-        block, first, last = pieces.elements
+        layer_costs = self._layer_costs[candidate.tp]
+        block, first, last = layer_costs.elements
         ends = {"first": first, "last": last}
         if candidate.pp == 1:
-            return [pieces.total_elements]
+            return [layer_costs.total_elements]
         return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self.of(candidate)]
 
     def _cut_of(self, tp: int, stages: int, rows: int) -> Cut:
         """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""
-        pieces = self._pieces[tp]
-        forward = pieces.forward
+        layer_costs = self._layer_costs[tp]
+        forward = layer_costs.forward
         work = [calls.work(rows) for calls in (forward.block, forward.first, forward.last)]
-        return balanced(pieces.blocks, stages, *work)
+        return balanced(layer_costs.blocks, stages, *work)

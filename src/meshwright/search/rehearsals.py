@@ -1,8 +1,8 @@
-"""``Rehearsals``: rehearses a model with few of its blocks, and computes the costs of its pieces at each size of tp.
+"""``Rehearsals``: rehearses a model with few of its blocks, and computes the costs of its layers at each size of tp.
 
 full model                               planned once, without tp: shows which blocks are alike (``prediction/blocks.py``)
 few blocks, and one more of each kind    planned once at each size of tp; the models below use parts of this recipe
-few blocks · one more block · more rows  rehearsed (``pieces.py``)
+few blocks · one more block · more rows  rehearsed (``layer_costs.py``)
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, Step, rehearsal_of, rehearse
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
-from meshwright.search.pieces import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, PeakMemory, Pieces, pieces_of
+from meshwright.search.layer_costs import (
+    DP_SHARD,
+    FEW_BLOCKS,
+    FEW_ROWS,
+    MANY_ROWS,
+    LayerCosts,
+    PeakMemory,
+    layer_costs_of,
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def _beyond(most: PrunedModel, less: PrunedModel) -> PrunedModel:
 
 @dataclass(frozen=True)
 class Rehearsals:
-    """Rehearses a model to compute the costs of its pieces.
+    """Rehearses a model to compute the costs of its layers.
 
     Args:
         build: makes the full model.
@@ -85,14 +93,14 @@ class Rehearsals:
     optimizer: MakeOptimizer
     max_norm: float | None
 
-    def pieces(self, tp: int) -> Pieces | None:
-        """The costs of the model's pieces at one size of tp; None if tp shards no parameter of the model."""
+    def layer_costs(self, tp: int) -> LayerCosts | None:
+        """The costs of the layers at one size of tp; None if tp shards no parameter of the model."""
         if tp == 1:
             return self._alone[1]
         most = self._rehearsal(self._few.most, tp)
         if all(p.local_shape(0) == p.shape for p in most.recipe.parameters):
             return None
-        return self._pieces(self._few, most)
+        return self._layer_costs(self._few, most)
 
     def sends(self) -> float | None:
         """Bytes per row that a pipeline stage sends to the next; None if the model cannot be cut into stages."""
@@ -127,8 +135,8 @@ class Rehearsals:
         return self._alone[0]
 
     @cached_property
-    def _alone(self) -> tuple[FewBlocks, Pieces]:
-        """(the model with few blocks, its pieces without tp). The full model, if it fails with blocks passed through."""
+    def _alone(self) -> tuple[FewBlocks, LayerCosts]:
+        """(the model with few blocks, the costs of its layers without tp). All blocks run, if blocks cannot be passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, 1)
@@ -140,14 +148,14 @@ class Rehearsals:
         recipe = _most(folding).recipe(full.recipe)
         try:
             most = replace(full, build=few.most, planned=full.planned.of(few.most, recipe))
-            return few, self._pieces(few, most)
+            return few, self._layer_costs(few, most)
         except PlanError:
             raise
         except Exception:  # a model with blocks passed through may raise any exception
             if not few.more:
                 raise
             all_blocks = FewBlocks(build)
-            return all_blocks, self._pieces(all_blocks, full)
+            return all_blocks, self._layer_costs(all_blocks, full)
 
     def _folding(self, build: Build, full: Rehearsal) -> Folding:
         """Finds the blocks that are alike.
@@ -163,8 +171,8 @@ class Rehearsals:
         foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
-    def _pieces(self, few: FewBlocks, most: Rehearsal) -> Pieces:
-        """The costs of the model's pieces.
+    def _layer_costs(self, few: FewBlocks, most: Rehearsal) -> LayerCosts:
+        """The costs of the layers.
 
         Args:
             few: the model with few blocks.
@@ -174,7 +182,7 @@ class Rehearsals:
         wide = Step(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
         with_wide = rehearse(base, 0, (*TWO_STEPS, wide))
         more = [rehearse(most.passing_through(model), 0) for model in few.more]
-        return pieces_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
+        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
 
     def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:
         """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.generators import Generators
-from meshwright.runtime.branches.shares import Shares
+from meshwright.runtime.branches.branch_rows import BranchRows
 from meshwright.submesh import Submeshes
 
 
@@ -21,11 +21,11 @@ class BranchDraws:
 
     Args:
         random: the generators of this rank.
-        shares: which rows this rank runs: data ranks that divide rows draw different numbers.
+        branch_rows: which rows this rank runs: data ranks that divide rows draw different numbers.
     """
 
-    def __init__(self, places: Submeshes, rank: int, shares: Shares, random: Generators) -> None:
-        self._places, self._rank_places, self._shares, self._random = places, places.of(rank), shares, random
+    def __init__(self, places: Submeshes, rank: int, branch_rows: BranchRows, random: Generators) -> None:
+        self._places, self._rank_places, self._branch_rows, self._random = places, places.of(rank), branch_rows, random
         self._streams: dict[int, Any] = {}  # branch → its seed, or after its first part the state of its generators
         self._begun_at: Tensor | None = None  # the state of torch's generator when the last forward began
 
@@ -35,10 +35,10 @@ class BranchDraws:
         self._begun_at = torch.get_rng_state()
         seed = int(torch.randint(2**48, (), device="cpu"))
         torch.set_rng_state(self._begun_at)
-        rows = self._shares.rows
+        rows = self._branch_rows.rows
         branches = [b for b in self._places.branches if b in self._rank_places]
         self._streams = {
-            b: seed + 1009 * b + self._places[b].divides(rows) * self._shares.at(b).share for b in branches
+            b: seed + 1009 * b + self._places[b].divides(rows) * self._branch_rows.at(b).share for b in branches
         }
 
     def finish(self) -> None:

@@ -29,10 +29,10 @@ from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value
 from meshwright.recipe import Recipe
 from meshwright.regions import Fork, Join, parts, returns
+from meshwright.runtime.branches.branch_rows import BranchRows
 from meshwright.runtime.branches.conjugates import ForkValues, Gate, GateValue, JoinValues
 from meshwright.runtime.branches.draws import BranchDraws
 from meshwright.runtime.branches.pieces import Arrival, Line, Piece
-from meshwright.runtime.branches.shares import Shares
 from meshwright.runtime.branches.wire import Wire
 from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.groups import Groups
@@ -58,8 +58,8 @@ class Branching:
         self.rank_places = self.places.of(groups.rank)
         lines = {a: self._line(a) for a in {p.parent for p in recipe.branches} if a in self.rank_places}
         self._wire = Wire(lines, ledger, groups.device)
-        self._shares = Shares(self.places, groups.rank)
-        self._draws = BranchDraws(self.places, groups.rank, self._shares, random)
+        self._branch_rows = BranchRows(self.places, groups.rank)
+        self._draws = BranchDraws(self.places, groups.rank, self._branch_rows, random)
         self._members = {
             b: self.places.members(b, groups.rank)
             for b in self.places.branches
@@ -76,7 +76,7 @@ class Branching:
 
     def begin(self, rows: int) -> None:
         """Call before a forward. ``rows``: the number of its rows."""
-        self._shares.rows, self._gates = rows, {}
+        self._branch_rows.rows, self._gates = rows, {}
         self._draws.begin()
 
     def finish(self) -> None:
@@ -87,7 +87,7 @@ class Branching:
     @property
     def rows(self) -> int:
         """The number of rows of the running forward."""
-        return self._shares.rows
+        return self._branch_rows.rows
 
     # --- forks ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Branching:
         """The gradients of values that the place around gave to branches: one all-reduce."""
         summands: dict[int, Tensor] = {}
         for (n, branch), g in gradients.items():
-            g = g if self._shares.leads(branch, rows) else torch.zeros_like(g)
+            g = g if self._branch_rows.leads(branch, rows) else torch.zeros_like(g)
             summands[n] = g if n not in summands else summands[n] + g
         return dict(zip(summands, self._wire.all_reduce(move.around, list(summands.values())), strict=True))
 
@@ -254,7 +254,7 @@ class Branching:
         for n, t in local_values.items():
             value = graph.values[n]
             shape = list(value.shape)
-            if (local_rows := self._shares.local_rows(branches[n], value.shape, self.rows)) is not None:
+            if (local_rows := self._branch_rows.local_rows(branches[n], value.shape, self.rows)) is not None:
                 shape[0] = local_rows.stop - local_rows.start
             if list(t.shape) != shape or t.dtype != sent_dtype(value, wide=self._wide):
                 event = graph.events[value.position]
@@ -309,22 +309,22 @@ class Branching:
         return self.groups.device
 
     def returned(self, branch: int, gradient: Tensor, rows: int) -> Tensor:
-        """See ``Shares.returned``."""
-        return self._shares.returned(branch, gradient, rows)
+        """See ``BranchRows.returned``."""
+        return self._branch_rows.returned(branch, gradient, rows)
 
     # --- within a branch --------------------------------------------------------------------------------------------
 
     def take_rows(self, place: int, t: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.take_rows(place, t)
+        return self._branch_rows.take_rows(place, t)
 
     def row_counts(self, place: int) -> tuple[int, int]:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.row_counts(place)
+        return self._branch_rows.row_counts(place)
 
     def padded(self, place: int, rows: Tensor, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
-        return self._shares.padded(place, rows, like)
+        return self._branch_rows.padded(place, rows, like)
 
     def ones_like(self, like: Tensor) -> Tensor:
         """See ``calls.exchange.Exchange``."""
@@ -353,7 +353,7 @@ class Branching:
     def counts(self, places: Sequence[int]) -> bool:
         """Whether this rank's gradient of a parameter, from the code that is running, counts in the sum over ``places``, all
         places that use the parameter."""
-        return self._shares.at(self.running[-1]).tp == 0 and self.running[-1] in places
+        return self._branch_rows.at(self.running[-1]).tp == 0 and self.running[-1] in places
 
 
 @locally

@@ -1,4 +1,4 @@
-"""``Shares``: the rows of a value that this rank runs, in a branch whose data ranks run some rows each."""
+"""``BranchRows``: the rows of a value that this rank runs, in a branch whose data ranks run some rows each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.submesh import Coordinate, Submeshes
 
 
-class Shares:
+class BranchRows:
     """The rows of this rank in its branches.
 
     Attributes:

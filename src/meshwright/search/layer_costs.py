@@ -1,4 +1,4 @@
-"""``Pieces``: the costs of a block of a model, and of its other layers, at one size of tp, as lines in a microbatch's rows.
+"""``LayerCosts``: the costs of a block of a model, and of its other layers, at one size of tp, as lines in a microbatch's rows.
 
 Three rehearsals give them: few blocks with two rows, one block more, and few blocks with four rows. Then a search compares
 thousands of plans by arithmetic alone (``estimate.py``).
@@ -54,8 +54,8 @@ class PassCalls:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The costs of a model's pieces at one size of tp.
+class LayerCosts:
+    """The costs of a model's layers at one size of tp.
 
     Attributes:
         tp: size of the axis.
@@ -99,10 +99,10 @@ class Pieces:
 # --- from rehearsals --------------------------------------------------------------------------------------------------
 
 
-def pieces_of(
+def layer_costs_of(
     recipe: Recipe, kinds: Sequence[Sequence[str]], base: Trace, wide: Trace, more: Sequence[Trace]
-) -> Pieces:
-    """The costs of a model's pieces, from rehearsals of few of its blocks.
+) -> LayerCosts:
+    """The costs of a model's layers, from rehearsals of few of its blocks.
 
     Args:
         recipe: of ``base``.
@@ -125,7 +125,7 @@ def pieces_of(
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
-    return Pieces(
+    return LayerCosts(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
         activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / DP_SHARD),
         _update(base).times(1 / local), _updates(base, more), tied,
