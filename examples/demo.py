@@ -106,7 +106,7 @@ def main(steps: int = STEPS) -> int:
         console.print("\n[bold]The plan[/] that mesh: auto would have chosen for 8 processes of this machine")
         found = mw.find_plans(build, rows(ids[:ROWS]), devices=8, hardware=machine(workers), top=1, verify=True)
         found = measured(found, build, rows(ids[:ROWS]), steps=2, workers=workers)
-        console.print(plans.beside(found))
+        console.print(plans.measured_table(found))
         console.print(
             "predicted for processes that share the cores with each other alone; what else runs here counts",
             style="dim",

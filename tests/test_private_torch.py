@@ -97,13 +97,13 @@ from meshwright.spmd import patches
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     followed_checkpoints,
-    giving,
     outside_transforms,
     recomputations,
     scripted_functions,
     transformed_functions,
     transforming,
     transforms,
+    with_changed_tensors,
 )
 from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.one_process import one_process
@@ -415,8 +415,12 @@ def test_what_a_custom_function_gives_rests_on_a_subclass_of_it_being_the_same_f
         return x
 
     x = torch.ones(2, requires_grad=True)
-    made = giving(Doubled, noted)
-    assert made is giving(Doubled, noted) and made.__name__ == "Doubled" and made.__module__ == Doubled.__module__
+    made = with_changed_tensors(Doubled, noted)
+    assert (
+        made is with_changed_tensors(Doubled, noted)
+        and made.__name__ == "Doubled"
+        and made.__module__ == Doubled.__module__
+    )
     made.apply(x).sum().backward()
     assert x.grad.tolist() == [2.0, 2.0] and [g.tolist() for g in given] == [[2.0, 2.0], [2.0, 2.0]]
 

@@ -113,7 +113,7 @@ RowRanges = Sequence[tuple[int, int]] | None
 """(first row, end) of each share of a branch; None if each of its ranks has all rows."""
 
 
-def parts(members: Sequence[int], shares: RowRanges) -> list[tuple[int, int | None, tuple[int, ...]]]:
+def row_parts(members: Sequence[int], shares: RowRanges) -> list[tuple[int, int | None, tuple[int, ...]]]:
     """(first row, end, the ranks that have these rows) for each part of a value of a branch; (0, None, all) if all have all.
 
     Args:
@@ -127,17 +127,19 @@ def parts(members: Sequence[int], shares: RowRanges) -> list[tuple[int, int | No
     ]
 
 
-def returns(home: Sequence[int], taker: Sequence[int], home_rows: RowRanges, taker_rows: RowRanges) -> list[Return]:
+def gradient_returns(
+    home: Sequence[int], taker: Sequence[int], home_rows: RowRanges, taker_rows: RowRanges
+) -> list[Return]:
     """The transfers of a value's gradient from the branch that took the value to each rank of the branch that made it. Of
     several ranks that have the same rows, one sends.
 
     Args:
-        home, taker: ``members`` (see ``parts``) of the branch that made it, and of the branch that took it.
+        home, taker: ``members`` (see ``row_parts``) of the branch that made it, and of the branch that took it.
         home_rows, taker_rows: the rows of their shares.
     """
     transfers = []
-    for first, last, group in parts(taker, taker_rows):
-        for start, stop, owners in parts(home, home_rows):
+    for first, last, group in row_parts(taker, taker_rows):
+        for start, stop, owners in row_parts(home, home_rows):
             if stop is not None and last is not None and not max(start, first) < min(stop, last):
                 continue
             transfers += [Return(r if r in group else group[r % len(group)], r, start, stop) for r in owners]
@@ -452,4 +454,14 @@ def _wholes(graph: ModelGraph, event_places: Sequence[int]) -> list[int]:
     return [stop or p + 1 for p, stop in enumerate(ends)]
 
 
-__all__ = ["Fork", "Join", "PlacesOfCalls", "Regions", "Return", "find_regions", "parts", "place_events", "returns"]
+__all__ = [
+    "Fork",
+    "Join",
+    "PlacesOfCalls",
+    "Regions",
+    "Return",
+    "find_regions",
+    "gradient_returns",
+    "place_events",
+    "row_parts",
+]

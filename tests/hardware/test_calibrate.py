@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link
-from meshwright.hardware.meter import Meter, curve, rate, steady
+from meshwright.hardware.meter import Meter, curve, monotone_points, rate
 from meshwright.hardware.reader import parse_profile
 from meshwright.workers.pool import LocalWorkers
 
@@ -47,7 +47,7 @@ def test_only_cpus_are_measured() -> None:
 
 
 def test_disturbances_only_add_time() -> None:
-    assert steady([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
+    assert monotone_points([(3.0, 5.0), (1.0, 4.0), (2.0, 9.0)]) == [(1.0, 4.0), (2.0, 5.0), (3.0, 5.0)]
 
 
 @pytest.mark.parametrize("highest", [1.23456e9, 1.23444e9, 9.99996e9, 9.99994e9, 1e9, 0.99999, 123.46])

@@ -20,7 +20,7 @@ from meshwright.runtime.groups import Groups, backend_of, check_unbound, ensure_
 from meshwright.runtime.rows.batch import host_of, moved, with_host
 from meshwright.runtime.rows.collectives import gather_rows
 from meshwright.runtime.rows.microbatches import take_rows
-from meshwright.train.loop import together
+from meshwright.train.loop import foreach_setting
 from meshwright.watch.location import whereabouts
 from meshwright.watch.timer import CommunicationTimer
 from meshwright.workers.pool import LocalWorkers
@@ -158,10 +158,10 @@ def test_rows_of_types_that_no_backend_knows_are_gathered(workers: LocalWorkers,
 def _kinds(plan: str) -> tuple[bool | None, int]:
     job = mw.parallelize(Scaled, plan, batch=(torch.zeros(2, 4),), loss=_loss, device="cpu")
     parameters = list(job.parameters())
-    optimizer = torch.optim.AdamW(parameters, foreach=together(parameters))
+    optimizer = torch.optim.AdamW(parameters, foreach=foreach_setting(parameters))
     job.step((torch.ones(2, 4),))
     optimizer.step()
-    return together(parameters), len({type(p) for p in parameters})
+    return foreach_setting(parameters), len({type(p) for p in parameters})
 
 
 @pytest.mark.parametrize(("plan", "answer"), [("tp=2", (True, 1)), ("dp_shard=2", (None, 2))])

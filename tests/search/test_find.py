@@ -18,7 +18,7 @@ from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import CandidateEstimate, Estimator
-from meshwright.search.find import repeated
+from meshwright.search.find import repeat_rows
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
@@ -261,7 +261,7 @@ def test_backwards_in_halves_take_less_time_for_more_memory():
 
 def test_what_the_optimizer_needs_is_not_taken_for_activations():
     """Few tokens: updating parameters takes more memory than computing does."""
-    batch = repeated(tokens(length=32), MANY_ROWS * DP_SHARD)
+    batch = repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD)
     rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
     layer_costs = rehearsals.layer_costs(1)
@@ -286,7 +286,7 @@ class TwoKinds(Tower):
 
 def rehearsals_of(build):
     return Rehearsals(
-        build, repeated(tokens(length=32), MANY_ROWS * DP_SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
+        build, repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
     )
 
 

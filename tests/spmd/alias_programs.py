@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.layout import PARTIAL, Layout, Shard
-from meshwright.spmd.comm import Axis, Ledger, locally
+from meshwright.spmd.comm import Axis, Ledger, without_function_modes
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.tensor import GlobalTensor
@@ -53,20 +53,20 @@ class ThreadAxis(Axis):
         super().__init__("tp", meeting.size, rank, None, Ledger())
         self.meeting = meeting
 
-    @locally
+    @without_function_modes
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         found = torch.stack(self.meeting.exchange(self.rank, x))
         return found.sum(0).to(x.dtype) if op == "sum" else found.amax(0)
 
-    @locally
+    @without_function_modes
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         return layout.merge(self.meeting.exchange(self.rank, x))
 
-    @locally
+    @without_function_modes
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
         return layout.take(torch.stack(self.meeting.exchange(self.rank, x)).sum(0), self.rank).clone()
 
-    @locally
+    @without_function_modes
     def all_to_all(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
         return target.take(source.merge(self.meeting.exchange(self.rank, x)), self.rank).clone()
 

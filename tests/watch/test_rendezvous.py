@@ -8,13 +8,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from meshwright.watch.rendezvous import fresh
+from meshwright.watch.rendezvous import fresh_store
 
 
 def start(store, ranks, here=None):
     """The stores that the ranks of a start get; ``here``: those that come."""
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: fresh(store, rank, ranks, 10.0), range(ranks) if here is None else here))
+        return list(
+            pool.map(lambda rank: fresh_store(store, rank, ranks, 10.0), range(ranks) if here is None else here)
+        )
 
 
 def test_ranks_of_a_start_share_a_store_and_find_nothing_of_earlier_ones():
@@ -41,4 +43,4 @@ def test_numbers_of_a_start_that_never_met_are_not_taken():
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said():
     with pytest.raises(TimeoutError, match="not all of 3 ranks"):
-        fresh(dist.HashStore(), 0, 3, 0.2)
+        fresh_store(dist.HashStore(), 0, 3, 0.2)

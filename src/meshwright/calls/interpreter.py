@@ -400,7 +400,7 @@ class StageInterpreter(Tracer):
         """Raises a PathError if one of the arguments is a parameter of another stage. (Torch computes with it, on the CPU,
         and gives any numbers.)"""
         if any(isinstance(t, nn.Parameter) and t.is_meta for t in tensors_within(arguments)):
-            raise path_errors.elsewhere(self._name(self.program.stage), function, model_line())
+            raise path_errors.parameter_elsewhere(self._name(self.program.stage), function, model_line())
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""

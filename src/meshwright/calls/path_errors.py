@@ -33,7 +33,7 @@ def unavailable(program: StageProgram, name: Callable[[int], str], number: int, 
     )
 
 
-def elsewhere(stage: str, function: str, line: str) -> PathError:
+def parameter_elsewhere(stage: str, function: str, line: str) -> PathError:
     """The error if a function takes a parameter that another stage has, after the model read a value."""
     return PathError(
         f"{function}{f' at {line}' if line else ''} takes a parameter that is not on {stage}. The recorded forward did not "

@@ -28,7 +28,7 @@ from meshwright.checkpoint.contents import (
 from meshwright.checkpoint.load import Loaded, StoredCheckpoint, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import Piece
 from meshwright.checkpoint.rank_agreement import RankAgreement
-from meshwright.checkpoint.save import Saving, Snapshot, about, as_json, as_loaded, write
+from meshwright.checkpoint.save import Saving, Snapshot, as_json, as_loaded, time_and_versions, write
 from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError, Finding, Findings
 from meshwright.generators import Generators
@@ -168,7 +168,7 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
     random = [Piece.of_full_tensor(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()]
     pieces = [*contents.pieces(), *states, *random]
     texts = files(owner.module, owner.recipe)
-    return Snapshot(pieces, optimizer_contents, copies, texts, {**about(), **owner.layout()})
+    return Snapshot(pieces, optimizer_contents, copies, texts, {**time_and_versions(), **owner.layout()})
 
 
 def load(

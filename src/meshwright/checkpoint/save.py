@@ -91,7 +91,7 @@ class Snapshot:
     optimizers: Sequence[OptimizerContents]
     run: Mapping[str, Any]
     files: Mapping[str, str]
-    about: Mapping[str, Any]
+    time_and_versions: Mapping[str, Any]
 
     def staged(self, staging: Staging) -> Snapshot:
         """The snapshot with copies of its tensors, which training does not write to. Other values are copies already."""
@@ -228,7 +228,7 @@ def loaded(source: Path | BinaryIO) -> Mapping[str, Any]:
     return values
 
 
-def about() -> dict[str, Any]:
+def time_and_versions() -> dict[str, Any]:
     """The time and the versions, for the manifest."""
     from meshwright import __version__
 

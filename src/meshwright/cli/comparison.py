@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli.inputs import Problems
 from meshwright.cli.request import Request
-from meshwright.cli.subject import Subject, plans_in, quiet
+from meshwright.cli.subject import Subject, plans_in, without_warnings
 from meshwright.draw.console import console
 from meshwright.errors import Findings
 
@@ -37,7 +37,7 @@ def print_comparison(
     from meshwright.draw.difference import drawn
     from meshwright.prediction.difference import compare
 
-    with quiet(), console().status("rehearsing both plans", spinner="dots"):
+    with without_warnings(), console().status("rehearsing both plans", spinner="dots"):
         inputs = subject.inputs
         difference = compare(inputs.target.build, batch, plans, hardware=subject.profile, loss=inputs.loss)
     if as_json:

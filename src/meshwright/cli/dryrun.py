@@ -23,7 +23,7 @@ from meshwright.cli.options import (
     TargetArgument,
 )  # fmt: skip
 from meshwright.cli.request import Request
-from meshwright.cli.subject import Subject, quiet
+from meshwright.cli.subject import Subject, without_warnings
 from meshwright.draw.console import console
 
 
@@ -59,7 +59,7 @@ def dryrun(
         from meshwright.prediction.host_reads import check_host_reads
 
         inputs = subject.inputs
-        with quiet():
+        with without_warnings():
             run = dry_run(
                 inputs.target.build, subject.batch, inputs.plan, rank, hardware=subject.profile, loss=inputs.loss
             )

@@ -33,7 +33,7 @@ def inspect(
     with processes.reported_errors():
         from meshwright.checkpoint.inspection import inspect as look
         from meshwright.checkpoint.inspection import raise_if_damaged, unfinished
-        from meshwright.draw.checkpoints import one, several
+        from meshwright.draw.checkpoints import checkpoint_lines, checkpoint_page
 
         inspections = look(checkpoint, contents=not quick)
         single = len(inspections) == 1 and inspections[0].path == checkpoint
@@ -43,11 +43,11 @@ def inspect(
             folder_data = {"newest": inspections[-1].path.name, "unfinished": list(incomplete), "checkpoints": data}
             print(json.dumps(data[0] if single else folder_data, indent=1))
         elif single:
-            console().print(one(inspections[0], tensors=tensors))
+            console().print(checkpoint_page(inspections[0], tensors=tensors))
         else:
-            console().print(several(inspections))
+            console().print(checkpoint_lines(inspections))
             for name in incomplete:
                 console().print(Text(f"{name}: being written, or never completed; not a checkpoint", style="dim"))
             if tensors:
-                console().print("", one(inspections[-1], tensors=True), sep="\n")
+                console().print("", checkpoint_page(inspections[-1], tensors=True), sep="\n")
         raise_if_damaged(inspections)

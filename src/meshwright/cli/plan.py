@@ -31,7 +31,7 @@ from meshwright.cli.options import (
     VerifyOption,
 )  # fmt: skip
 from meshwright.cli.request import Request
-from meshwright.cli.subject import Subject, check_measurable, quiet
+from meshwright.cli.subject import Subject, check_measurable, without_warnings
 from meshwright.draw.console import console
 from meshwright.errors import Findings
 from meshwright.plan import Plan
@@ -105,7 +105,7 @@ def plan(
             print_comparison(compare, request, search.options(), as_json=as_json)
             return
         subject = _subject(request, search)
-        with quiet(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
+        with without_warnings(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
             found = _best_plans(subject, request, search, status.update)
         if out is not None:
             write_whole(out, found.plans[0].plan.dump())

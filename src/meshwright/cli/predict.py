@@ -22,7 +22,7 @@ from meshwright.cli.options import (
     TargetArgument,
 )  # fmt: skip
 from meshwright.cli.request import Request
-from meshwright.cli.subject import Subject, check_measurable, quiet
+from meshwright.cli.subject import Subject, check_measurable, without_warnings
 from meshwright.draw.console import console
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def predict(
         )
         subject = Subject.read(request, check_measurable if measure else lambda plan, profile: None)
         processes.print_search_notes(subject.inputs)
-        with quiet():
+        with without_warnings():
             predicted = _predicted(subject)
         measured = _measured(subject) if measure else None
         if as_json:
@@ -100,9 +100,9 @@ def _data(subject: Subject, predicted: Prediction, measured: Prediction | None) 
 
 
 def _print(subject: Subject, predicted: Prediction, measured: Prediction | None) -> None:
-    from meshwright.draw.prediction import beside, drawn
+    from meshwright.draw.prediction import drawn, measured_table
     from meshwright.runtime.rows.microbatches import amount_of
 
     console().print(drawn(predicted, *amount_of(subject.batch)))
     if measured is not None:
-        console().print(beside(predicted, measured))
+        console().print(measured_table(predicted, measured))

@@ -30,7 +30,7 @@ from meshwright.cli.options import (
     TargetArgument,
 )  # fmt: skip
 from meshwright.cli.request import Request
-from meshwright.cli.subject import Subject, plans_in, quiet
+from meshwright.cli.subject import Subject, plans_in, without_warnings
 from meshwright.draw.console import console
 from meshwright.draw.facts import ShardMap, shard_map
 from meshwright.draw.plain import to_plain
@@ -142,7 +142,7 @@ def _predicted(request: Request, rank: int | None, compare: Sequence[Path], prob
     plans = [subject.inputs.plan, *others]
     batch = subject.batch_of(plans, request.global_batch) if others else subject.batch
     inputs = subject.inputs
-    with quiet(), console(stderr=True).status("rehearsing the step", spinner="dots"):
+    with without_warnings(), console(stderr=True).status("rehearsing the step", spinner="dots"):
         predictions = [
             predict(inputs.target.build, batch, plan, hardware=subject.profile, loss=inputs.loss) for plan in plans
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import run_folder
 from meshwright.cli.inputs import pieces_of
-from meshwright.cli.subject import LENGTH, batch_of_rows, named_profile, quiet
+from meshwright.cli.subject import LENGTH, batch_of_rows, named_profile, without_warnings
 from meshwright.draw.plain import from_plain
 from meshwright.draw.run import StepInTime
 from meshwright.draw.timeline import Timeline, timeline
@@ -102,7 +102,7 @@ def _predicted(run: Path, observed: ObservedStep, profile: Profile) -> Timeline:
     has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
     batch = batch_of_rows(target.batch, identity.global_batch if has_generated_batch else None, pieces_of(plan))
     loss = TargetLoss(identity.loss) if identity.loss else None
-    with quiet():
+    with without_warnings():
         prediction = predict(target.build, batch, plan, hardware=profile, loss=loss)
     assert prediction.recipe is not None
     return timeline(prediction.recipe, prediction.played)

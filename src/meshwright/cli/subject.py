@@ -155,7 +155,7 @@ def named_profile(hardware: str | None, network: str | None) -> Profile:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Suppresses warnings in its block: a rehearsal repeats those that a run would show."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -114,7 +114,7 @@ class Log:
         storages: Storages = {}
         rng = torch.get_rng_state()
         try:
-            with plainly():
+            with without_caller_modes():
                 for i in order:
                     op = self.ops[i]
                     if op.state is not None:
@@ -129,7 +129,7 @@ class Log:
 
     def tensor(self, ref: Ref) -> Tensor:
         """The current value of `ref`, in new memory."""
-        with plainly():
+        with without_caller_modes():
             tensor = ref.view(self.evaluate([ref.cell])[ref.cell])
             return tensor if self.covers(ref) else tensor.clone()
 
@@ -194,7 +194,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def plainly() -> Iterator[None]:
+def without_caller_modes() -> Iterator[None]:
     """Switches off the caller's autograd, inference mode and autocast for a replay."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield

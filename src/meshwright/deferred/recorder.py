@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.deferred.log import GeneratorState, Log, LoggedOp, Ref, copied, plainly, ref_of, refs_in
+from meshwright.deferred.log import GeneratorState, Log, LoggedOp, Ref, copied, ref_of, refs_in, without_caller_modes
 from meshwright.deferred.memory import address_of, bytes_of, reserve, storage_over
 from meshwright.deferred.operation import Changed, mapped, outputs_on_meta, tensors_in
 from meshwright.private import TorchDispatchMode, schema_of, without_modes
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
             default_dtype=torch.get_default_dtype(),
         )
         if random and self._draws:
-            with plainly():
+            with without_caller_modes():
                 self.log.run(op, self.log.evaluate(op.reads), *generators[:1])
         self.log.add(op)
         return result
@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
         storage = cell and cell.storage()
         if cell is None or storage is None:
             return
-        with self.aside(), plainly():
+        with self.aside(), without_caller_modes():
             bytes_of(storage).copy_(bytes_of(self.log.evaluate([cell.number])[cell.number]))
         self.filled[address] = cell.number
         del self.cells[address]

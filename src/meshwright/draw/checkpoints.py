@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # facts are made where torch is loaded
 _WHOLE, _DAMAGED = Text("whole", style="green"), Text("damaged", style="bold red")
 
 
-def several(inspections: Sequence[Inspection]) -> RenderableType:
+def checkpoint_lines(inspections: Sequence[Inspection]) -> RenderableType:
     """A line for each checkpoint, oldest first; the newest is marked."""
     table = _table("checkpoint", "step", "saved", "size", "layout", "")
     for inspection in inspections:
@@ -38,7 +38,7 @@ def several(inspections: Sequence[Inspection]) -> RenderableType:
     return table
 
 
-def one(inspection: Inspection, *, tensors: bool = False) -> RenderableType:
+def checkpoint_page(inspection: Inspection, *, tensors: bool = False) -> RenderableType:
     """The facts and contents of a checkpoint. ``tensors``: a line for each tensor in place of each module."""
     heading = Text.assemble(
         (str(inspection.path), "bold"), f": step {inspection.step}, " * (inspection.step >= 0) or ": "

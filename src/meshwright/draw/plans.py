@@ -29,7 +29,7 @@ def drawn(result: Found, profile: Profile, file: str | None) -> RenderableType:
     )
     parts: list[RenderableType] = [heading, Text(), _plans(result)]
     if any(proposal.measured is not None for proposal in result.plans):
-        parts += [Text(), Text("predicted and measured", style="bold"), beside(result)]
+        parts += [Text(), Text("predicted and measured", style="bold"), measured_table(result)]
     if result.why:
         parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in result.why)]
     if result.rejected:
@@ -59,7 +59,7 @@ def _plans(result: Found) -> Table:
     return table
 
 
-def beside(result: Found) -> Table:
+def measured_table(result: Found) -> Table:
     """A line for each measured plan, the fastest first. Errors are (predicted - measured) / measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mesh")

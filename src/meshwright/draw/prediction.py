@@ -69,7 +69,7 @@ def drawn(prediction: Prediction, unit: str = "", amount: float = 0) -> Renderab
     )
 
 
-def beside(predicted: Prediction, measured: Prediction) -> RenderableType:
+def measured_table(predicted: Prediction, measured: Prediction) -> RenderableType:
     """A table of predicted and measured values with signed errors: of the step, and of each rank's peak memory."""
     table = _table(("", "ranks"), ("predicted", "measured", "error"))
     errors = predicted - measured

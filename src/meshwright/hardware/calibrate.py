@@ -16,9 +16,9 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from meshwright.hardware.functions import ROWS, calls
+from meshwright.hardware.functions import ROWS, function_calls
 from meshwright.hardware.functions import WIDTH as COLUMNS
-from meshwright.hardware.meter import Calls, Meter, curve, rate, short, steady
+from meshwright.hardware.meter import Calls, Meter, curve, four_digits, monotone_points, rate
 from meshwright.hardware.profile import Curve, Link, Profile
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _computes(
 def _moves(meter: Meter, sizes: Sequence[int], tell: Callable[[str], None]) -> dict[str, Any]:
     """The fields of the profile for bytes: the bandwidth of memory, and its curve."""
     tell("copies and additions in memory")
-    streams = steady(meter.points(_streams(sizes)))
+    streams = monotone_points(meter.points(_streams(sizes)))
     bandwidth = rate(streams, CLEAR * meter.host)
     return {"bandwidth": bandwidth, "streaming": curve(streams, bandwidth)}
 
@@ -156,7 +156,7 @@ def _host(meter: Meter) -> tuple[float, float]:
 
     both = meter.seconds(lambda: chain().backward(torch.ones(8, 8)))
     forward = meter.seconds(chain)
-    return short(forward / CHAIN), short(max(both - forward, forward / 10) / CHAIN)
+    return four_digits(forward / CHAIN), four_digits(max(both - forward, forward / 10) / CHAIN)
 
 
 def _products(dtype: str, sides: Sequence[int]) -> Calls:
@@ -212,7 +212,7 @@ def _slower(meter: Meter) -> dict[str, float]:
     x, y = torch.ones(ROWS, COLUMNS), torch.ones(ROWS, COLUMNS)
     plain = max(meter.seconds(lambda: x + y) - meter.host, 1e-7) / (3 * x.nbytes)
     factors: dict[str, float] = {}
-    for name, (call, tensors) in calls().items():
+    for name, (call, tensors) in function_calls().items():
         result = call()
         results = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
         moved = sum(t.nbytes for t in (*tensors, *results))

@@ -16,7 +16,7 @@ from datetime import date
 from math import exp, log
 from typing import TYPE_CHECKING
 
-from meshwright.hardware.meter import LEAST, curve, deviation, rate, short, steady
+from meshwright.hardware.meter import LEAST, curve, deviation, four_digits, monotone_points, rate
 from meshwright.hardware.profile import Link
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def measured_link(
     dist.all_reduce(table, group=group)
     seconds, scatter = (table[:, 0] / ranks).tolist(), float((table[:, 1] / ranks).median())
     sent = [2 * (ranks - 1) / ranks * size for size in sizes[1:]]
-    points = steady([(b, max(t - seconds[0], t / 20)) for b, t in zip(sent, seconds[1:], strict=True)])
+    points = monotone_points([(b, max(t - seconds[0], t / 20)) for b, t in zip(sent, seconds[1:], strict=True)])
     bandwidth = rate(points, least=seconds[0])
     link = Link(
-        latency=short(seconds[0] / (2 * (ranks - 1))),
+        latency=four_digits(seconds[0] / (2 * (ranks - 1))),
         bandwidth=bandwidth,
         efficiency=curve(points, bandwidth),
         scatter=round(min(1.0, max(LEAST, scatter)), 3),

@@ -27,7 +27,7 @@ OWN_RATE = POINTWISE | REDUCING | BACKWARDS | UPDATES | DRAWS
 """Names of all these functions, without their namespace."""
 
 
-def calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
+def function_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
     """Name of a function → (a call of it, the tensors among the arguments of this call)."""
     import torch
 

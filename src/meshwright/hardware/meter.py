@@ -91,7 +91,7 @@ def deviation(times: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(t - middle) for t in times) / middle if middle else 0.0
 
 
-def steady(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def monotone_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The points sorted by size. Seconds are lowered so that no size takes longer than a larger one.
 
     Disturbances can only add time, so the smaller of both times is the better one.
@@ -107,7 +107,7 @@ def rate(points: Sequence[tuple[float, float]], least: float = 0.0) -> float:
     If no point takes so long, the rate of the largest size. The rate is rounded down to four digits, so that the fastest call
     attains all of it (efficiency 1).
     """
-    ordered = steady(points)
+    ordered = monotone_points(points)
     clear = [(size, seconds) for size, seconds in ordered if seconds >= least] or ordered[-1:]
     highest = max(size / seconds for size, seconds in clear)
     return float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(highest))
@@ -115,9 +115,11 @@ def rate(points: Sequence[tuple[float, float]], least: float = 0.0) -> float:
 
 def curve(points: Sequence[tuple[float, float]], peak: float) -> Curve:
     """The efficiency of each size: its rate as a fraction of ``peak``, at most 1."""
-    return Curve(tuple((size, short(min(1.0, size / seconds / peak))) for size, seconds in steady(points)))
+    return Curve(
+        tuple((size, four_digits(min(1.0, size / seconds / peak))) for size, seconds in monotone_points(points))
+    )
 
 
-def short(value: float) -> float:
+def four_digits(value: float) -> float:
     """The value rounded to four significant digits."""
     return float(f"{value:.4g}")

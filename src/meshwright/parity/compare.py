@@ -44,9 +44,9 @@ Measure = Callable[[Tensor, Tensor, float], float]
 """(difference, expected value, scale of all tensors of the kind) → error of a tensor."""
 
 
-def largest(difference: Tensor, expected: Tensor, scale: float) -> float:
+def relative_difference(difference: Tensor, expected: Tensor, scale: float) -> float:
     """The largest difference of an element, relative to the scale of all tensors of the kind."""
-    return size([difference]) / scale
+    return largest_value([difference]) / scale
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def compare(reference: Reference, outcome: Outcome, tolerance: float) -> Finding
 
 
 def errors_of(
-    reference: Reference, outcome: Outcome, measure: Measure = largest
+    reference: Reference, outcome: Outcome, measure: Measure = relative_difference
 ) -> tuple[Errors, dict[tuple[str, str], str]]:
     """The errors of a job, including buffers of every rank, and words as in ``Findings``."""
     errors, words = differences(reference.start, reference.facts, outcome.facts, measure)
@@ -82,7 +82,7 @@ def errors_of(
 
 
 def differences(
-    start: Mapping[str, Tensor], one: Facts, job: Facts, measure: Measure = largest
+    start: Mapping[str, Tensor], one: Facts, job: Facts, measure: Measure = relative_difference
 ) -> tuple[Errors, dict[tuple[str, str], str]]:
     """The errors of a job's facts relative to those of one device, and words as in ``Findings``.
 
@@ -91,7 +91,10 @@ def differences(
     """
     updates, expected_updates = _updates(job.parameters, start), _updates(one.parameters, start)
     words: dict[tuple[str, str], str] = {}
-    gradient_scale, update_scale = size(one.gradients.values()) or 1.0, size(expected_updates.values()) or 1.0
+    gradient_scale, update_scale = (
+        largest_value(one.gradients.values()) or 1.0,
+        largest_value(expected_updates.values()) or 1.0,
+    )
     errors = Errors(
         loss=max(_loss_error(a, b) for a, b in zip(job.losses, one.losses, strict=True)),
         gradients=_errors("gradients", job.gradients, one.gradients, gradient_scale, words, measure),
@@ -142,7 +145,7 @@ def _errors(
         if scale is None and a is not None and b is not None and a.shape == b.shape:
             equal = a == b  # elements that are equal infinities are no error: a buffer may be an attention mask
             a, b = a.masked_fill(equal, 0), b.masked_fill(equal, 0)
-        errors[name] = _error(a, b, scale if scale is not None else max(1.0, size([b])), measure)
+        errors[name] = _error(a, b, scale if scale is not None else max(1.0, largest_value([b])), measure)
         if text := _words(a, b):
             words[kind, name] = text
     return errors
@@ -195,7 +198,7 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def size(tensors: Iterable[Tensor | None]) -> float:
+def largest_value(tensors: Iterable[Tensor | None]) -> float:
     """The largest absolute value of all elements; nan if one is nan, 0 if there are none."""
     sizes = [_wide(t).abs().max() for t in tensors if t is not None and t.numel()]
     return torch.stack(sizes).max().item() if sizes else 0.0

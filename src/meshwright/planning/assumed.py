@@ -18,7 +18,7 @@ def is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def another(count: int, size: int) -> int:
+def another_count(count: int, size: int) -> int:
     """A count of selected elements that differs from ``count``, for a mask of ``size`` elements."""
     return count // 2 if count > 1 or count == size else min(2, size)
 
@@ -28,7 +28,7 @@ def of_another(mask: Tensor) -> Tensor:
     count, size = int(mask.count_nonzero()), mask.numel()
     selected_first = mask.flatten().bool().to(torch.uint8).argsort(descending=True, stable=True)
     other = torch.zeros(size, dtype=torch.bool)
-    other[selected_first[: another(count, size)]] = True
+    other[selected_first[: another_count(count, size)]] = True
     return other.view(mask.shape)
 
 

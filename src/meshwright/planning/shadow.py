@@ -26,7 +26,7 @@ from meshwright.planning.assumed import (
     NO_META,
     READS,
     SIZED,
-    another,
+    another_count,
     aten,
     is_mask,
     of_another,
@@ -170,7 +170,7 @@ class Shadow(DispatchMode):
         if not mask.is_meta:
             self.measured += 1
             count = int(mask.count_nonzero())
-            return another(count, mask.numel()) if self._fewer_known else count
+            return another_count(count, mask.numel()) if self._fewer_known else count
         return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
 
     def _positions(self, index: Tensor | None, sizes_result: bool) -> list[Tensor | None]:

@@ -6,7 +6,7 @@
 | a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
 | host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
 | host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
-| host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `behind` |
+| host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `waits_for_host` |
 | a gather over a data axis | begins with the compute of the previous unit; its own unit waits for it | `_ActionClock.gather` |
 | a reduction over a data axis | overlaps later functions; the end of the backward waits for it | `_ActionClock.reduce` |
 | a sum over replicas, in a backward | begins after its reduction; overlaps later functions | `_ActionClock.sum` |
@@ -203,11 +203,11 @@ class _ActionClock:
         overlapped = min(self.device.seconds, max(0.0, self._overlapping - self._waited))
         self.device += Estimate(self._profile.contention * overlapped, self._profile.scatter)
         self._spent.device = self.device
-        self._spent.host = Estimate(behind(self._profile, self.host.seconds, self.now), self.host.scatter)
+        self._spent.host = Estimate(waits_for_host(self._profile, self.host.seconds, self.now), self.host.scatter)
         return self._spent
 
 
-def behind(profile: Profile, host: float, busy: float) -> float:
+def waits_for_host(profile: Profile, host: float, busy: float) -> float:
     """Seconds in which a device that computes for ``busy`` seconds waits for a host that needs ``host`` seconds.
 
     max(0, host − busy) if the device has a queue, which the host fills while the device computes; on a CPU ``host``.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwright.hardware.meter import short
+from meshwright.hardware.meter import four_digits
 from meshwright.hardware.profile import Profile
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
@@ -136,7 +136,7 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         "host_update": host_update,
         "host_sharded": host_sharded,
     }
-    return _with(profile, {name: short(value) for name, value in seconds.items()})
+    return _with(profile, {name: four_digits(value) for name, value in seconds.items()})
 
 
 def _with(profile: Profile, seconds: dict[str, Any]) -> Profile:

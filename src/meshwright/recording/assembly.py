@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.recording.folder import RankValue
 from meshwright.recording.pattern import Pattern, pattern_of
-from meshwright.recording.tolerance import Tolerance, largest, wide
+from meshwright.recording.tolerance import Tolerance, in_float64, largest
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def _replicas(
         return AssembledTensor(worst, values[0], "ranks differ in the last bits")
     if any(pattern.same for pattern in patterns):
         return AssembledTensor(replace(worst, kind="some_ranks", ranks=wrong))
-    total = torch.stack([wide(value) for value in values]).sum(0)
+    total = torch.stack([in_float64(value) for value in values]).sum(0)
     pattern_of_total = pattern_of(total, expected, tolerance, sizes, noise)
     if pattern_of_total.same:
         return AssembledTensor(replace(worst, kind="summands", ranks=wrong))
     counts = [len(s.ranks) for s in present]
-    mean = sum((wide(v) * n for v, n in zip(values, counts, strict=True)), torch.zeros(())) / sum(counts)
+    mean = sum((in_float64(v) * n for v, n in zip(values, counts, strict=True)), torch.zeros(())) / sum(counts)
     if pattern_of(mean, expected, tolerance, sizes, noise).same:
         return AssembledTensor(replace(worst, kind="unaveraged", ranks=wrong))
     if pattern_of_total.kind == "scaled":
@@ -139,7 +139,7 @@ def _not_assembled(present: Sequence[RankValue], expected: Tensor, tolerance: To
     allowed = tolerance.allowed(expected, noise)
     for dim, count in _equal_blocks(value, expected):
         for i, block in enumerate(expected.chunk(count, dim)):
-            if largest(wide(value) - wide(block)) <= allowed:
+            if largest(in_float64(value) - in_float64(block)) <= allowed:
                 return Pattern("one_share", float("inf"), dim=dim, order=(i, count), ranks=ranks)
     return Pattern("shape", float("inf"), ranks=ranks)
 

@@ -22,7 +22,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from meshwright.recording.tolerance import RELATIVE, Tolerance, largest, norm, wide
+from meshwright.recording.tolerance import RELATIVE, Tolerance, in_float64, largest, norm
 
 _LEAST = 4  # fewest elements of a block that may have a factor: fewer elements fit any factor by chance
 _MOST_BLOCKS = 64  # most blocks of a dim that are tried: smaller blocks fit by chance, and trying all orders takes long
@@ -69,7 +69,7 @@ def pattern_of(
         sizes: numbers of blocks into which ranks may have divided a dim: sizes of axes, and their products.
         noise: largest difference between two runs of one process in this tensor.
     """
-    a, e = wide(actual), wide(expected)
+    a, e = in_float64(actual), in_float64(expected)
     if not a.isfinite().all() or not e.isfinite().all():
         same = torch.equal(a.nan_to_num(), e.nan_to_num()) and torch.equal(a.isfinite(), e.isfinite())
         return Pattern("same" if same else "not_finite", float("inf"))
@@ -165,7 +165,7 @@ def what_remains(
     Args:
         before: the expected gradient of the step before.
     """
-    a, e, b = wide(actual), wide(expected), wide(before)
+    a, e, b = in_float64(actual), in_float64(expected), in_float64(before)
     if not all(t.isfinite().all() for t in (a, e, b)) or largest(b - e) <= tolerance.allowed(e):
         return None  # twice the gradient, if both steps have the same one
     extra = a - e

@@ -55,7 +55,7 @@ def tolerance_of(dtypes: Iterable[str], scale: float, relative: float | None = N
     return Tolerance(relative, relative * _FLOOR * scale, FIT if coarsest < RELATIVE["float16"] else HALF_FIT)
 
 
-def wide(t: Tensor) -> Tensor:
+def in_float64(t: Tensor) -> Tensor:
     """The tensor in float64 or complex128."""
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 

@@ -18,7 +18,7 @@ from meshwright.recording.assembly import AssembledTensor, assemble
 from meshwright.recording.folder import RankValue, RecordingFolder
 from meshwright.recording.pairs import Pair
 from meshwright.recording.pattern import Pattern, what_remains
-from meshwright.recording.tolerance import FIT, Tolerance, largest, tolerance_of, wide
+from meshwright.recording.tolerance import FIT, Tolerance, in_float64, largest, tolerance_of
 from meshwright.recording.verdict import Kind, TensorDifference
 
 _EXACT = 1e-6  # relative tolerance of weights, which are copied, and at most cast
@@ -86,7 +86,7 @@ def gradient_tolerance(pair: Pair, step: int, relative: float | None) -> Toleran
         one, many = pair.seen(f"gradients-{step}", name)
         value = _value(one)
         if value is not None and value.numel():
-            scale = max(scale, largest(wide(value).nan_to_num(0.0, 0.0, 0.0)))
+            scale = max(scale, largest(in_float64(value).nan_to_num(0.0, 0.0, 0.0)))
             dtypes |= {str(s.value.dtype).removeprefix("torch.") for s in (*one, *many) if s.value is not None}
     return tolerance_of(dtypes, scale, relative)
 
@@ -168,13 +168,13 @@ def _update(
     before = _value(one_before)
     if before is None or not many_before:
         return AssembledTensor(Pattern("same"))
-    expected = wide(after) - wide(before)
+    expected = in_float64(after) - in_float64(before)
     gradient = _value(pair.one.views(f"gradients-{step}", name))
     is_rounding = torch.zeros_like(expected, dtype=torch.bool)
     if gradient is not None:
-        is_rounding = wide(gradient).abs() <= unsure * largest(gradient)
+        is_rounding = in_float64(gradient).abs() <= unsure * largest(gradient)
     by_type = tolerance_of([str(after.dtype).removeprefix("torch.")], largest(expected), relative)
-    last_bits = _LAST_BITS * torch.finfo(after.dtype).eps * largest(wide(after))
+    last_bits = _LAST_BITS * torch.finfo(after.dtype).eps * largest(in_float64(after))
     tolerance = Tolerance(by_type.relative, by_type.floor + last_bits, by_type.fit)
     noise = _noise(pair.again, f"parameters-{step}", name, after)
     updates = [_masked(seen, expected, is_rounding) for seen in _updates(many, many_before)]
@@ -197,7 +197,7 @@ def _updates(after: Iterable[RankValue], before: Iterable[RankValue]) -> Iterato
         for ranks in ranks_by_value.values():
             value, value_before = seen.value, before_of.get(ranks[0])
             if value is not None and value_before is not None and value_before.shape == value.shape:
-                value = wide(value) - wide(value_before)
+                value = in_float64(value) - in_float64(value_before)
             yield RankValue(tuple(ranks), value)
 
 
@@ -216,7 +216,11 @@ def _value(seen: Iterable[RankValue]) -> Tensor | None:
 def _noise(again: RecordingFolder | None, file: str, name: str, expected: Tensor) -> float:
     """The largest difference between two runs of one process in a tensor; 0 if there is no second run."""
     value = _value(again.views(file, name)) if again is not None else None
-    return largest(wide(value) - wide(expected)) if value is not None and value.shape == expected.shape else 0.0
+    return (
+        largest(in_float64(value) - in_float64(expected))
+        if value is not None and value.shape == expected.shape
+        else 0.0
+    )
 
 
 def note_lines(all_judged: Iterable[KindComparison]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from meshwright.replay.nodes import Move
 from meshwright.replay.program import Expected, Function, LocalProgram, compiled
 from meshwright.replay.recorder import UnnamedFunction
 from meshwright.spmd import patches, redistribute
-from meshwright.spmd.comm import Finish, done
+from meshwright.spmd.comm import Finish, finished
 from meshwright.spmd.tensor import Spec
 from meshwright.spmd.torch_functions import ADDMMS, MATMULS
 
@@ -152,7 +152,7 @@ def _begun(move: Move, total: Tensor) -> Finish:
     """Begins the backward of a move. If it is differentiated again, it is done at once, as a part of the graph."""
     back, options = move.function.conjugate(*move.options)
     if torch.is_grad_enabled():
-        return done(back.apply(total, move.axis, *options))
+        return finished(back.apply(total, move.axis, *options))
     finish: Finish = back.begin(total, move.axis, *options)
     return finish
 

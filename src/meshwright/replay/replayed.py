@@ -33,7 +33,7 @@ from meshwright.replay.recording import Recording
 from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.mode import SpmdMode
-from meshwright.spmd.signature import NEVER, read
+from meshwright.spmd.signature import NEVER, read_call
 from meshwright.spmd.tensor import GlobalTensor, spec_of
 
 _FEWEST = 4  # with fewer nodes, a replay saves less than its look-up costs
@@ -318,11 +318,11 @@ def _key(
         kinds: of the function modes that are on: losses are weighed by one that is off in a step whose microbatches have as
             many labels each.
     """
-    _, parts, tensors = read(None, args, kwargs, None)
+    _, parts, tensors = read_call(None, args, kwargs, None)
     if any(type(t) is GlobalTensor and t._mw_spec is None for t in tensors):
         for t in tensors:
             spec_of(t)
-        _, parts, tensors = read(None, args, kwargs, None)
+        _, parts, tensors = read_call(None, args, kwargs, None)
     parts.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), kinds))
     for t in tensors:
         if type(t) is GlobalTensor:

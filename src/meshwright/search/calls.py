@@ -53,12 +53,15 @@ class Calls:
 
     def work(self, rows: float) -> float:
         """Operations and weighted bytes, with the weight that planning uses to cut stages (``graph.Event.work``)."""
-        return sum(n * (at(flops, rows) + INTENSITY * at(moved, rows)) for (_, _, flops, moved), n in self.ops.items())
+        return sum(
+            n * (line_value(flops, rows) + INTENSITY * line_value(moved, rows))
+            for (_, _, flops, moved), n in self.ops.items()
+        )
 
     def device(self, profile: Profile, rows: float, only: Work | None = None) -> float:
         """Seconds on the device. ``only``: count only functions of this kind."""
         return sum(
-            n * profile.compute(at(flops, rows), at(moved, rows), dtype, kind).seconds
+            n * profile.compute(line_value(flops, rows), line_value(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
             if any((*flops, *moved)) and only in (None, kind)  # else no kernel runs
         )
@@ -66,7 +69,7 @@ class Calls:
     def exchange(self, profile: Profile, rows: float) -> float:
         """Seconds of collectives over tp. Ranks of a tp group are neighbours."""
         return sum(
-            n * collective(profile, kind, round(at(nbytes, rows)), neighbours(profile, ranks)).seconds
+            n * collective(profile, kind, round(line_value(nbytes, rows)), neighbours(profile, ranks)).seconds
             for (kind, ranks, nbytes), n in self.exchanges.items()
             if ranks > 1
         )
@@ -75,7 +78,7 @@ class Calls:
 NO_CALLS = Calls({}, {})
 
 
-def at(line: Line, number: float) -> float:
+def line_value(line: Line, number: float) -> float:
     """The value of a line at ``number`` rows, at least 0.0."""
     return max(0.0, line[0] + line[1] * number)
 

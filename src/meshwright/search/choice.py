@@ -15,7 +15,7 @@ from meshwright.plan.keys import SEARCHED
 from meshwright.planned import make_recipe
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Found, Proposal, find_plans, repeated
+from meshwright.search.find import Found, Proposal, find_plans, repeat_rows
 
 
 def chosen_plan(
@@ -52,7 +52,7 @@ def chosen_plan(
         loss=loss, tell=tell,
     )  # fmt: skip
     rows = global_batch or rows_of(batch)
-    first = _first_taken(build, repeated(batch, rows), search_result, loss)
+    first = _first_taken(build, repeat_rows(batch, rows), search_result, loss)
     return first.plan, tuple(
         _notes(search_result, first, plan, f"{devices} ranks of {profile.name} and {rows} rows a step")
     )

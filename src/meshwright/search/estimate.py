@@ -38,7 +38,7 @@ from math import ceil
 from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import Profile
 from meshwright.runtime.weights.buckets import BYTES
-from meshwright.search.calls import Calls, at
+from meshwright.search.calls import Calls, line_value
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pipeline import pipelined
@@ -162,7 +162,9 @@ class Estimator:
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
         device = max(self._ranks.elements(candidate)) * self._updates(candidate.tp, candidate.dp_shard)
-        host = at(self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate)))
+        host = line_value(
+            self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
+        )
         host *= self._profile.update(sharded=candidate.data * candidate.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 

@@ -215,7 +215,7 @@ class _Model:
         tell(f"rehearsing {proposal.plan.mesh}")
         try:
             prediction = predict(
-                self.build, repeated(self.batch, self.rows), proposal.plan, hardware=self.profile, loss=self.loss,
+                self.build, repeat_rows(self.batch, self.rows), proposal.plan, hardware=self.profile, loss=self.loss,
                 optimizer=self.optimizer, max_norm=self.max_norm,
             )  # fmt: skip
         except PlanError:
@@ -256,7 +256,12 @@ class _Space:
         options = model.options
         fixed = {key: value for key, value in options.items() if key not in SEARCHED}
         rehearsals = Rehearsals(
-            model.build, repeated(model.batch, MANY_ROWS * DP_SHARD), fixed, model.loss, model.optimizer, model.max_norm
+            model.build,
+            repeat_rows(model.batch, MANY_ROWS * DP_SHARD),
+            fixed,
+            model.loss,
+            model.optimizer,
+            model.max_norm,
         )
         layer_costs = _layer_costs(rehearsals, devices, per_node, tell)
         blocks = max(of_tp.blocks for of_tp in layer_costs.values())
@@ -365,7 +370,7 @@ def _layer_costs(
     return layer_costs
 
 
-def repeated(batch: Any, rows: int) -> Any:
+def repeat_rows(batch: Any, rows: int) -> Any:
     """A batch of ``rows`` rows: the rows of the sample, repeated in their order or cut off."""
     sample_rows = rows_of(batch)
     if rows <= sample_rows:

@@ -12,7 +12,7 @@ from meshwright.prediction.predict import measure
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Found, Proposal, repeated
+from meshwright.search.find import Found, Proposal, repeat_rows
 from meshwright.workers.pool import LocalWorkers
 
 
@@ -43,7 +43,7 @@ def measured(
     Raises:
         WorkerError: a plan's run failed.
     """
-    rows = repeated(batch, global_batch or rows_of(batch))
+    rows = repeat_rows(batch, global_batch or rows_of(batch))
     plans = []
     for proposal in search_result.plans:
         tell(f"running {proposal.plan.mesh}")

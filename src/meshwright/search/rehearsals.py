@@ -136,7 +136,7 @@ class Rehearsals:
 
     @cached_property
     def _alone(self) -> tuple[FewBlocks, LayerCosts]:
-        """(the model with few blocks, the costs of its layers without tp). All blocks run, if blocks cannot be passed through."""
+        """(the model with few blocks, the costs of its layers without tp). All blocks run, if none can be passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, 1)

@@ -88,7 +88,7 @@ def no_backward_within() -> Iterator[None]:
         yield
 
 
-def giving(function: Any, change: Callable[[Any], Any]) -> Any:
+def with_changed_tensors(function: Any, change: Callable[[Any], Any]) -> Any:
     """A subclass of the custom Function that applies ``change`` to all tensors which its forward and backward return.
 
     Both may use parameters that are no arguments (of a closure, of a checkpointed module). Then global tensors result, which

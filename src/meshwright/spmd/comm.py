@@ -28,7 +28,7 @@ Finish = Callable[[], Tensor]
 """Waits for a collective that has begun, and returns its result. On NCCL, the current stream waits, and not the host."""
 
 
-def done(x: Tensor) -> Finish:
+def finished(x: Tensor) -> Finish:
     """The ``Finish`` of a result that nobody has to wait for."""
     return lambda: x
 
@@ -113,7 +113,7 @@ scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def locally(method: Method) -> Method:
+def without_function_modes(method: Method) -> Method:
     """A decorator: the method runs without function modes. It works on local tensors, and the SPMD mode, which is on in a
     backward, would look at every function."""
 
@@ -153,14 +153,14 @@ class Axis:
     def begin_all_reduce(self, x: Tensor) -> Finish:
         """Begins ``all_reduce`` of a tensor that nobody else reads or writes any more: its memory becomes that of the sum."""
         if self._is_timed(x):
-            return done(self.all_reduce(x))
+            return finished(self.all_reduce(x))
         with without_modes():
             self._enter("all_reduce", x, x.shape)
             out = _carried(x).contiguous()
             work = _asked(out, _ASYNC_SUM, self.group, self.ledger.heard)
         return partial(_finished, work, out, x.dtype)
 
-    @locally
+    @without_function_modes
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's slice → the full tensor."""
         self._enter("all_gather", x, _with_size(x, layout))
@@ -173,18 +173,18 @@ class Axis:
             return _no_view(chunks.flatten(0, 1))  # they are the whole as they came
         return layout.merge([c.narrow(layout.dim, 0, layout.local(r)) for r, c in enumerate(chunks.unbind())])
 
-    @locally
+    @without_function_modes
     def reduce_scatter(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's summand of the full tensor → this rank's slice of the sum."""
         out, sent = self._scattered(x, layout)
         scatter_single(out, sent, group=self.group)
         return _no_view(_delivered(out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype))
 
-    @locally
+    @without_function_modes
     def begin_reduce_scatter(self, x: Tensor, layout: Shard) -> Finish:
         """Begins ``reduce_scatter`` of a tensor that nobody writes to before it has ended."""
         if self._is_timed(x):
-            return done(self.reduce_scatter(x, layout))
+            return finished(self.reduce_scatter(x, layout))
         out, sent = self._scattered(x, layout)
         work = scatter_single(out, sent, group=self.group, async_op=True)
         return partial(_finished, work, out.narrow(layout.dim, 0, layout.local(self.rank)), x.dtype, sent)
@@ -205,7 +205,7 @@ class Axis:
             )
         return sent.new_empty(sent.shape[0] // self.size, *sent.shape[1:]), sent
 
-    @locally
+    @without_function_modes
     def all_to_all(self, x: Tensor, source: Shard, target: Shard) -> Tensor:
         """This rank's slice in layout ``source`` → its slice in layout ``target``, along another dim."""
         self._enter("all_to_all", x, _with_size(x, source))
@@ -244,10 +244,10 @@ class PlannedAxis(Axis):
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def begin_all_reduce(self, x: Tensor) -> Finish:
-        return done(self.all_reduce(x))
+        return finished(self.all_reduce(x))
 
     def begin_reduce_scatter(self, x: Tensor, layout: Shard) -> Finish:
-        return done(self.reduce_scatter(x, layout))
+        return finished(self.reduce_scatter(x, layout))
 
     def all_gather(self, x: Tensor, layout: Shard) -> Tensor:
         self.ledger.moved("all_gather", x)

@@ -32,7 +32,7 @@ from meshwright.spmd.alias import Memory, Strides, overwrite, with_strides
 from meshwright.spmd.comm import Axis, Fallback, Ledger
 from meshwright.spmd.decide import ANSWERS, DECIDERS, ordered
 from meshwright.spmd.decision import GATHER, Answer, Body, DecidedCall, Decision, Gather, Need, Use
-from meshwright.spmd.execute import PreparedDecision, Ready, fresh
+from meshwright.spmd.execute import PreparedDecision, Ready, in_new_memory
 from meshwright.spmd.mover import Mover, duplicate
 from meshwright.spmd.signature import (
     NEVER,
@@ -41,7 +41,7 @@ from meshwright.spmd.signature import (
     ReadsValue,
     is_number,
     passed_on,
-    read,
+    read_call,
     replaced,
     with_values,
 )
@@ -312,7 +312,7 @@ class Dispatcher(Mover):
 
         ``strides``: those of the full tensor; None: dense, with the dim order of the local tensor.
         """
-        result = fresh(x._mw_layout, x._mw_local, strides)
+        result = in_new_memory(x._mw_layout, x._mw_local, strides)
         if result.strides is not None:
             x._mw_local = with_strides(x._mw_local, result.strides)
         x._mw_strides, x._mw_spec = result.known.strides, None
@@ -340,11 +340,11 @@ class Dispatcher(Mover):
 
 def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
     """(signature of a call, its tensors). The signature equals none, not even itself, if it lacks a fact that counts."""
-    _, parts, tensors = read(func, args, kwargs, None)
+    _, parts, tensors = read_call(func, args, kwargs, None)
     if new := [t for t in tensors if type(t) is GlobalTensor and t._mw_spec is None]:
         for t in new:
             spec_of(t)
-        _, parts, tensors = read(func, args, kwargs, None)
+        _, parts, tensors = read_call(func, args, kwargs, None)
         if any(t._mw_spec is None for t in new):
             parts.append(NEVER)
     return tuple(parts), tensors

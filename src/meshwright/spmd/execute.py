@@ -85,7 +85,7 @@ class Result:
         """The global tensor of a local result. ``tensors``: those of the call."""
         known = self.known
         if self.by_kernel and local.stride() != known.local_strides:
-            return fresh(known.layout, local, None).global_tensor(dispatcher, local, tensors)
+            return in_new_memory(known.layout, local, None).global_tensor(dispatcher, local, tensors)
         if self.cloned:
             local = local.clone()
         if self.strides is not None:
@@ -400,13 +400,13 @@ def _result(
     if cloned:
         local = local.clone()
     if func in BY_DEVICE:
-        return replace(fresh(layout, local, None), by_kernel=True)
+        return replace(in_new_memory(layout, local, None), by_kernel=True)
     if geometry is None and all_contiguous and not aliases(func) and _is_contiguous_result(func, local):
         return Result(_spec_of_result(layout, shape, local, None, 0, local.stride()), cloned=cloned)
-    return replace(fresh(layout, local, None if geometry is None else geometry.strides), cloned=cloned)
+    return replace(in_new_memory(layout, local, None if geometry is None else geometry.strides), cloned=cloned)
 
 
-def fresh(layout: Layout, local: Tensor, strides: Strides | None) -> Result:
+def in_new_memory(layout: Layout, local: Tensor, strides: Strides | None) -> Result:
     """The Result for a local tensor in new memory.
 
     ``strides``: those of the full tensor on one device; None: dense, with the dim order of the local tensor.

@@ -20,16 +20,16 @@ from meshwright.spmd.autograd_functions import (
     FunctionMode,
     Segment,
     custom_functions,
-    giving,
     outside_transforms,
     recomputations,
     scripted_functions,
     transforming,
     transforms,
+    with_changed_tensors,
 )
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.dispatcher import Dispatcher, full_tensor
-from meshwright.spmd.signature import read
+from meshwright.spmd.signature import read_call
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
 from meshwright.spmd.torch_functions import CHANGES_GRADIENT, FACTS, OF_ITSELF, SET_DATA
 
@@ -268,7 +268,7 @@ class GlobalTensorMode(FunctionMode):
         global tensor."""
         with without_modes():  # else this mode would take a look at a parameter for a use of it
             ours, args, kwargs = self._substitute(args, kwargs)
-        function = giving(function, full_tensor)
+        function = with_changed_tensors(function, full_tensor)
         if ours is None:
             return apply(function, *args, **kwargs)
         global_tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor)]
@@ -302,7 +302,7 @@ class SpmdMode(GlobalTensorMode):
                 if type(args[0]) not in _NO_PARAMETER:
                     self.local.invalidate()
             return self._special(func, args, kwargs)
-        ours, parts, tensors = read(func, args, kwargs, self.local)
+        ours, parts, tensors = read_call(func, args, kwargs, self.local)
         if ours is not None:
             if (prepared := ours.prepared.get(tuple(parts))) is not None:
                 return prepared(ours, tensors)

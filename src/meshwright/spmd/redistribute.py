@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from meshwright.layout import Shard
 from meshwright.private import without_modes
-from meshwright.spmd.comm import Axis, Finish, done
+from meshwright.spmd.comm import Axis, Finish, finished
 
 # The arguments of forward and backward are fixed by torch; the contexts are untyped there.
 
@@ -53,7 +53,7 @@ class Move(Function):
 
         A move that has nothing to wait for, or no such collective, is done at once.
         """
-        return done(cls.compute(x, axis, *options))
+        return finished(cls.compute(x, axis, *options))
 
     @staticmethod
     def conjugate(*options: Any) -> tuple[type[Move], tuple[Any, ...]]:

@@ -99,7 +99,7 @@ class ReadsValue(Exception):
     """The decision depends on a number that is a tensor: decide again, with the number in its place."""
 
 
-def number(x: Any) -> int:
+def as_number(x: Any) -> int:
     """A size or an index as a number; raises ``ReadsValue`` for a tensor."""
     if isinstance(x, Operand):
         raise ReadsValue
@@ -163,7 +163,7 @@ _NUMBERS, _MANY, _STRIDED = frozenset([int, float, bool]), 64, torch.strided
 Local = Callable[[Tensor], "Tensor | None"]
 
 
-def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local | None) -> tuple[Any, Any, Any]:
+def read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], local: Local | None) -> tuple[Any, Any, Any]:
     """(dispatcher of the first global tensor or None, the parts of the signature, the tensors of the call).
 
     Args:

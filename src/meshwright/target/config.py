@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import Findings
 from meshwright.target.catalog import files_mention
-from meshwright.target.function import error_text, short
+from meshwright.target.function import error_text, short_path
 from meshwright.target.settings import EXAMPLES, HF, unknown_key, unknown_type
 
 
@@ -134,13 +134,13 @@ def _config_file(path: str, findings: Findings) -> dict[str, Any] | None:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        given = f"no file {short(path)}" if isinstance(error, FileNotFoundError) else error_text(error)
+        given = f"no file {short_path(path)}" if isinstance(error, FileNotFoundError) else error_text(error)
         required = "a config.json on this machine (nothing is downloaded), or a model type"
-        findings.add(where=f"{HF}{short(path)}", given=given, required=required, fix=f"{HF}{EXAMPLES[0]}")
+        findings.add(where=f"{HF}{short_path(path)}", given=given, required=required, fix=f"{HF}{EXAMPLES[0]}")
         return None
     if not isinstance(values, dict):
         given, fix = type(values).__name__, f"{HF}{EXAMPLES[0]}"
-        findings.add(where=short(path), given=given, required="the keys of a config", fix=fix)
+        findings.add(where=short_path(path), given=given, required="the keys of a config", fix=fix)
         return None
     return values
 

@@ -152,11 +152,11 @@ def _function(module: ModuleType, spec: str, role: Role, findings: Findings) -> 
     suggestions = nearest(name, names) or tuple(names[:_SUGGESTIONS])
     if suggestions:
         required = f"a function there: {listing(suggestions)}"
-        fix = role.option + f"{short(source)}:{suggestions[0]}"
+        fix = role.option + f"{short_path(source)}:{suggestions[0]}"
     else:
         required = f"a function there that {role.gives}"
         fix = role.code.format(name=name)
-    findings.add(where=short(source), given=given, required=required, fix=fix)
+    findings.add(where=short_path(source), given=given, required=required, fix=fix)
     return None
 
 
@@ -175,7 +175,7 @@ def line_of(error: BaseException, source: str) -> str:
         return source_place(error.filename, error.lineno, error.offset)
     file = source if source.endswith(".py") else getattr(sys.modules.get(source), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return source_place(file, lines[-1]) if file and lines else short(source)
+    return source_place(file, lines[-1]) if file and lines else short_path(source)
 
 
 def error_text(error: BaseException) -> str:
@@ -184,7 +184,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-def short(path: str) -> str:
+def short_path(path: str) -> str:
     """A path relative to the current directory, if it is below it; other paths as they are."""
     relative = os.path.relpath(path) if os.path.isabs(path) else path
     return path if relative.startswith("..") else relative

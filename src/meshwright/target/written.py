@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import Findings, listing
 from meshwright.plan import KEYS
-from meshwright.target.function import Role, absolute, error_text, find, importing, line_of, short
+from meshwright.target.function import Role, absolute, error_text, find, importing, line_of, short_path
 from meshwright.target.settings import unknown_setting
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _check_settings(function: Callable[..., Any], settings: Mapping[str, Any], s
     for name in arguments:
         if parameters[name].default is inspect.Parameter.empty and name not in settings:
             given, required = f"no value for its argument {name}", "a default, or a setting"
-            findings.add(where=short(spec), given=given, required=required, fix=f"--set {name}=…")
+            findings.add(where=short_path(spec), given=given, required=required, fix=f"--set {name}=…")
 
 
 def _called(
@@ -165,7 +165,7 @@ def _called(
     if not is_valid:
         given = f"{name} returns {_type_text(returned)}"
         required = "(module or build, batch), or (module or build, batch, dataset)"
-        findings.add(where=short(spec), given=given, required=required, fix=TARGET.code.format(name=name))
+        findings.add(where=short_path(spec), given=given, required=required, fix=TARGET.code.format(name=name))
         return ()
     return returned
 

@@ -171,7 +171,7 @@ class _Run:
         self.stopping, self.began = False, 0
         self.metrics: Metrics | None = None
         parameters = list(job.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=together(parameters))
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, foreach=foreach_setting(parameters))
         resumes = record is not None and _on_rank_0(
             job, record.folder, lambda: checkpoints.newest(record.folder) is not None
         )
@@ -187,7 +187,7 @@ class _Run:
             for note in loaded.notes if job.rank == 0 else ():
                 tell(note)
             for group in self.optimizer.param_groups:  # the loaded value is that of the saved layout
-                group["foreach"] = together(parameters)
+                group["foreach"] = foreach_setting(parameters)
             self.step = self.saved = loaded.step
             self.skipped = (loaded.extra or {}).get("skipped", 0)
         job.guard.optimizers = self.optimizer
@@ -289,7 +289,7 @@ class _Run:
             self.metrics.close()
 
 
-def together(parameters: Sequence[Tensor]) -> bool | None:
+def foreach_setting(parameters: Sequence[Tensor]) -> bool | None:
     """The ``foreach`` argument of an optimizer: True if all parameters are DTensors on one mesh; else None, torch's default.
 
     With ``foreach``, a few calls update all parameters. Torch's default for DTensors is one parameter at a time, with a dozen

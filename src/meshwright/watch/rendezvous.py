@@ -33,10 +33,10 @@ def launched_store(timeout: timedelta) -> Store | None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(host, port, ranks, False, timeout)  # type: ignore[attr-defined]
-    return fresh(store, rank, ranks, timeout.total_seconds())
+    return fresh_store(store, rank, ranks, timeout.total_seconds())
 
 
-def fresh(store: Store, rank: int, ranks: int, timeout: float) -> Store:
+def fresh_store(store: Store, rank: int, ranks: int, timeout: float) -> Store:
     """A store for this start, with a new prefix, within a store that earlier starts may have written to. Collective.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshwright.graph import ModelGraph, Value
 from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
 from meshwright.hardware.profile import Profile
-from meshwright.regions import Fork, Join, parts, returns
+from meshwright.regions import Fork, Join, gradient_returns, row_parts
 from meshwright.submesh import Submeshes
 
 
@@ -103,7 +103,7 @@ def fork_traffic(
         ]
         for value, home, taker in to_return:
             shares = [places[branch].shares(value.shape, rows) for branch in (home, taker)]
-            for transfer in returns(_members(home, places), _members(taker, places), *shares):
+            for transfer in gradient_returns(_members(home, places), _members(taker, places), *shares):
                 if transfer.sender != transfer.receiver:
                     size = _bytes_of_rows(value, transfer.start, transfer.stop)
                     sent[transfer.sender] += size
@@ -122,7 +122,7 @@ def join_traffic(graph: ModelGraph, join: Join, places: Submeshes, rows: int | N
     sent, received = [0] * len(tp_ranks), [0] * len(tp_ranks)
     for number, branch in join.values:
         takers, value = _takers(number, branch, join, places), graph.values[number]
-        for start, stop, owners in parts(_members(branch, places), places[branch].shares(value.shape, rows)):
+        for start, stop, owners in row_parts(_members(branch, places), places[branch].shares(value.shape, rows)):
             size = _bytes_of_rows(value, start, stop)
             for rank in takers - set(owners):
                 sent[owners[rank % len(owners)]] += size

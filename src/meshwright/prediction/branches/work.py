@@ -1,8 +1,8 @@
 """``EventCosts``: the cost of some events of a forward and of their backward, on one device or over tensor-parallel ranks.
 
 It is computed from a recorded forward (graph.py), with the equations of every prediction: a function on the device takes
-``Profile.compute``, a collective ``hardware.collectives.collective``, and ``clock.behind`` says how long the device waits for
-the host. The backward of a product has one function for each input with a gradient, with the flops and bytes of the
+``Profile.compute``, a collective ``hardware.collectives.collective``; ``clock.waits_for_host`` says how long the device waits
+for the host. The backward of a product has one function for each input with a gradient, with the flops and bytes of the
 forward. The backward of another function takes as long as its forward; without gradients there is no backward. Collectives
 do not overlap functions. Optimizers are left out.
 """
@@ -17,7 +17,7 @@ from meshwright.graph import Event, ModelGraph
 from meshwright.hardware.profile import Profile, Work
 from meshwright.layout import Shard
 from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_gather, all_reduce
-from meshwright.prediction.clock import behind
+from meshwright.prediction.clock import waits_for_host
 from meshwright.recipe import Recipe
 
 
@@ -66,12 +66,12 @@ class EventCost:
 
     def compute(self, profile: Profile) -> float:
         """Seconds without collectives: those of the device, and those in which it waits for the host."""
-        return self.device + behind(profile, self.host, self.device)
+        return self.device + waits_for_host(profile, self.host, self.device)
 
     def seconds(self, profile: Profile) -> float:
         """Seconds with collectives. The device also waits for the host's calls of collectives."""
         busy = self.device + self.traffic.seconds(profile)
-        return busy + behind(profile, self.host + self.traffic.calls * profile.host_collective, busy)
+        return busy + waits_for_host(profile, self.host + self.traffic.calls * profile.host_collective, busy)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.graph import ModelGraph
 from meshwright.regions import Fork, Join
 from meshwright.runtime.branches.pieces import Arrival
-from meshwright.spmd.comm import locally
+from meshwright.spmd.comm import without_function_modes
 
 if TYPE_CHECKING:
     from meshwright.runtime.branches.exchange import Branching
@@ -29,7 +29,7 @@ class ForkValues(torch.autograd.Function):
     """Gives each branch a tensor for each value that it takes. Backward sums the gradients over the branches."""
 
     @staticmethod
-    @locally
+    @without_function_modes
     def forward(
         ctx: Any,
         branching: Branching,
@@ -46,7 +46,7 @@ class ForkValues(torch.autograd.Function):
         return anchor.detach(), *(t.detach() for t in values)  # no views to autograd: a model may write to them
 
     @staticmethod
-    @locally
+    @without_function_modes
     def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
         by_pair = dict(zip(ctx.pairs, gradients, strict=True))
         sums = ctx.branching.gradients(ctx.move, ctx.graph, by_pair, ctx.rows, ctx.gates)
@@ -57,14 +57,14 @@ class GateValue(torch.autograd.Function):
     """Returns the value. Backward waits until its gradient has arrived."""
 
     @staticmethod
-    @locally
+    @without_function_modes
     def forward(ctx: Any, gate: Gate, value: Tensor) -> Tensor:
         ctx.gate = gate
         ctx.set_materialize_grads(False)  # no gradient stays None
         return value.detach()
 
     @staticmethod
-    @locally
+    @without_function_modes
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if ctx.gate.arrival is not None:
             ctx.gate.arrival.wait()
@@ -75,7 +75,7 @@ class JoinValues(torch.autograd.Function):
     """Returns joined values, whole on every rank around the branches. Backward gives each branch its gradients."""
 
     @staticmethod
-    @locally
+    @without_function_modes
     def forward(
         ctx: Any,
         branching: Branching,
@@ -94,7 +94,7 @@ class JoinValues(torch.autograd.Function):
         return inputs[0].detach(), *out
 
     @staticmethod
-    @locally
+    @without_function_modes
     def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
         by_value = {
             n: g for n, g in zip(ctx.joined, gradients, strict=True) if n in ctx.differentiable and g is not None

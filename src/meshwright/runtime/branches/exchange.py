@@ -28,7 +28,7 @@ from meshwright.calls.placeholder import PathError
 from meshwright.generators import Generators
 from meshwright.graph import ModelGraph, Value
 from meshwright.recipe import Recipe
-from meshwright.regions import Fork, Join, parts, returns
+from meshwright.regions import Fork, Join, gradient_returns, row_parts
 from meshwright.runtime.branches.branch_rows import BranchRows
 from meshwright.runtime.branches.conjugates import ForkValues, Gate, GateValue, JoinValues
 from meshwright.runtime.branches.draws import BranchDraws
@@ -37,7 +37,7 @@ from meshwright.runtime.branches.wire import Wire
 from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.groups import Groups
 from meshwright.spmd.alias import laid_out, overwrite
-from meshwright.spmd.comm import Ledger, locally
+from meshwright.spmd.comm import Ledger, without_function_modes
 from meshwright.spmd.dispatcher import full_tensor
 
 
@@ -183,7 +183,7 @@ class Branching:
             home = move.homes[n]
             if home in self.rank_places and n not in sums:
                 sums[n] = torch.zeros_like(g)
-            for back in returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
+            for back in gradient_returns(self._members[home], self._members[branch], self.places[home].shares(g.shape, rows),
                                 self.places[branch].shares(g.shape, rows)):  # fmt: skip
                 part = g if back.stop is None else g[back.start : back.stop]
                 if back.sender == line.rank:
@@ -245,10 +245,10 @@ class Branching:
                 owners,
                 takers,
             )
-            for start, stop, owners in parts(members, self.places[branch].shares(value.shape, self.rows))
+            for start, stop, owners in row_parts(members, self.places[branch].shares(value.shape, self.rows))
         ]
 
-    @locally  # without modes: in a trial one would report another dtype (runtime/coupling/float64.py)
+    @without_function_modes  # without modes: in a trial one would report another dtype (runtime/coupling/float64.py)
     def _check(self, local_values: Mapping[int, Tensor], branches: Mapping[int, int], graph: ModelGraph) -> None:
         """Raises PathError if a value of this rank's branch has not the recorded shape and dtype, for which others wait."""
         for n, t in local_values.items():
@@ -263,7 +263,7 @@ class Branching:
                     f"torch.{value.dtype} was recorded, for which the other branches wait"
                 )
 
-    @locally
+    @without_function_modes
     @torch.no_grad()
     def _exchange_values(
         self, move: Join, pieces: Sequence[Piece], local_values: Mapping[int, Tensor], graph: ModelGraph
@@ -356,7 +356,7 @@ class Branching:
         return self._branch_rows.at(self.running[-1]).tp == 0 and self.running[-1] in places
 
 
-@locally
+@without_function_modes
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another dtype, without the modes of a trial."""
     return t.to(dtype)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout import in_one_dim
-from meshwright.spmd.comm import Order, locally
+from meshwright.spmd.comm import Order, without_function_modes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Arrival:
     sent: Tensor | None
     on_arrival: list[Callable[[], Any]] = field(default_factory=list)
 
-    @locally
+    @without_function_modes
     @torch.no_grad()
     def wait(self) -> None:
         """Waits until this rank has received everything, and others have received what it sent."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.errors import StageError
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
-from meshwright.runtime.coupling.attributes import VALUES, Name, differing, moved
+from meshwright.runtime.coupling.attributes import VALUES, Name, differing, perturbed
 from meshwright.runtime.coupling.paths import ReadLog, outside_of_parts
 from meshwright.runtime.coupling.saved_tensors import without_hooks, written_after_saved
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
@@ -252,7 +252,7 @@ class Attempt:
         """
         of_all, of_part = self._of_all.final_attributes[0], self._parts[way].final_attributes[0]
         other = {
-            n: of_part[n] if how == VALUES else moved(of_all[n])
+            n: of_part[n] if how == VALUES else perturbed(of_all[n])
             for n, how in attributes.items()
             if n in of_all and n in of_part
         }

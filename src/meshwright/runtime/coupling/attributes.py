@@ -74,7 +74,7 @@ def differing(of_all: Mapping[Name, Any], of_part: Mapping[Name, Any]) -> dict[N
     return differences
 
 
-def put(model: nn.Module, values: Mapping[Name, Any]) -> None:
+def set_attributes(model: nn.Module, values: Mapping[Name, Any]) -> None:
     """Sets attributes to copies of these values."""
     for (path, key), value in values.items():
         owner_and_key = owner_of(model.get_submodule(path), key)
@@ -89,7 +89,7 @@ def copied(value: Any) -> Any:
         return _mapped(lambda t: t if isinstance(t, GlobalTensor) else t.detach().clone(), value)
 
 
-def moved(value: Any) -> Any:
+def perturbed(value: Any) -> Any:
     """A copy of a value, with slightly changed numbers in its plain floating-point tensors."""
 
     def changed_tensor(t: Tensor) -> Tensor:
@@ -165,4 +165,4 @@ def _tensor_difference(a: Tensor, b: Tensor) -> str:
     return "" if are_equal else VALUES
 
 
-__all__ = ["ROWS", "VALUES", "Name", "changed", "differing", "marks", "moved", "put"]
+__all__ = ["ROWS", "VALUES", "Name", "changed", "differing", "marks", "perturbed", "set_attributes"]

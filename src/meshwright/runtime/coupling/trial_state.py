@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.generators import Generators
-from meshwright.runtime.coupling.attributes import Name, changed, marks, put
+from meshwright.runtime.coupling.attributes import Name, changed, marks, set_attributes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.weights.parameters import local_tensor
 
@@ -45,7 +45,7 @@ def restored_afterwards(
         with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
             if wide:
                 _widen(slots)
-            put(model, begin)
+            set_attributes(model, begin)
             before = marks(model)
             try:
                 yield

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.private import hooked, raw_local, without_modes, wrapping
-from meshwright.runtime.weights.parameters import like, local_tensor
-from meshwright.spmd.comm import locally
+from meshwright.runtime.weights.parameters import dtensor_like, local_tensor
+from meshwright.spmd.comm import without_function_modes
 
 Take = Callable[[Tensor], None]
 """Moves the gradient of a local part to its parameter."""
@@ -80,16 +80,16 @@ def _taking(p: DTensor) -> Take:
             g = g.to(kind)  # as autograd does, if FSDP2 accumulates a parameter's gradients in another dtype
         before: Any = p.grad
         if before is None:
-            p.grad = like(p, g) if g.requires_grad or g.dtype != dtype else wrapped(g.contiguous())
+            p.grad = dtensor_like(p, g) if g.requires_grad or g.dtype != dtype else wrapped(g.contiguous())
         elif torch.is_grad_enabled():
-            p.grad = like(p, local_tensor(before) + g)
+            p.grad = dtensor_like(p, local_tensor(before) + g)
         else:
             raw_local(before).add_(g)
 
     return take
 
 
-@locally
+@without_function_modes
 def local_part(p: DTensor, gradients: HandOver) -> Tensor:
     """The local tensor of a parameter on the tp mesh, as an autograd leaf that shares its memory. Called once for a parameter.
 
@@ -118,12 +118,12 @@ class _LocalPart(torch.autograd.Function):
         return p.to_local().detach()
 
     @staticmethod
-    @locally
+    @without_function_modes
     def backward(ctx: Any, g: Tensor | None) -> Any:
         if g is None:
             return None
         # A copy: autograd copies a gradient tensor that has other users, but cannot see such users of the tensor in a DTensor.
-        return like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
+        return dtensor_like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
 __all__ = ["HandOver", "local_part"]

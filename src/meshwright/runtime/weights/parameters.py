@@ -178,7 +178,7 @@ def zero_gradient(p: Tensor) -> Tensor:
     return torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
 
 
-def like(p: DTensor, local: Tensor) -> DTensor:
+def dtensor_like(p: DTensor, local: Tensor) -> DTensor:
     """A local tensor as a DTensor with a parameter's shape, strides and mesh.
 
     ``DTensor.to_local`` guesses the global strides from even shares; with uneven ones the gradient's strides then differ

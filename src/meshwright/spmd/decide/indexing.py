@@ -14,7 +14,7 @@ from meshwright.layout import PARTIAL, REPLICATE, Partial, Shard
 from meshwright.spmd.decide.pointwise import Aligner, of_each
 from meshwright.spmd.decide.registry import decider
 from meshwright.spmd.decision import GATHER, Answer, Blocks, Body, Decision, Gather, use_local, use_original
-from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of, number, replaced
+from meshwright.spmd.signature import Call, Operand, as_number, is_undecided, layout_of, replaced
 
 
 @decider("tensor_split", "hsplit", "vsplit", "dsplit")
@@ -56,7 +56,9 @@ def split(call: Call) -> Answer:
     if not isinstance(layout, Shard) or layout.dim != dim:
         return of_each(call, use_local, layout if isinstance(layout, (Shard, Partial)) else REPLICATE)
     size = -(-n // options[0]) if "chunk" in call.name else options[0]
-    sizes = [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(number, size))
+    sizes = (
+        [min(size, n - i) for i in range(0, n, size)] or [0] if isinstance(size, int) else list(map(as_number, size))
+    )
     pieces = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in pieces):
         return Gather(Blocks(x.index, tuple(sizes)))
@@ -109,13 +111,13 @@ def select(call: Call) -> Answer:
     x, dim, index = (*call.args, *call.kwargs.values())
     if isinstance(dim, str):
         return GATHER
-    return _indexed(call, x, (slice(None),) * (dim % x.dim()) + (number(index),))
+    return _indexed(call, x, (slice(None),) * (dim % x.dim()) + (as_number(index),))
 
 
 @decider("narrow")
 def narrow(call: Call) -> Answer:
     x, dim, start, length = (*call.args, *call.kwargs.values())
-    start, length = number(start), number(length)
+    start, length = as_number(start), as_number(length)
     start = start % max(x.shape[dim], 1) if start < 0 else start
     return _indexed(call, x, (slice(None),) * (dim % x.dim()) + (slice(start, start + length),))
 
@@ -181,7 +183,7 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> IndexResult | Gat
     for position, item in enumerate(index):
         used = _dims_used(item)
         if isinstance(item, slice):
-            item = slice(*(None if i is None else number(i) for i in (item.start, item.stop, item.step)))
+            item = slice(*(None if i is None else as_number(i) for i in (item.start, item.stop, item.step)))
             full = full and len(range(*item.indices(x.shape[dim]))) == x.shape[dim]
         if isinstance(layout, Shard) and dim <= layout.dim < dim + used:
             taken = _on_cut(layout, item)

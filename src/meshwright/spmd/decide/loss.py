@@ -18,7 +18,7 @@ from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.reduction import exponentials
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decide.types import result_type, wide
+from meshwright.spmd.decide.types import result_type, sum_dtype
 from meshwright.spmd.decision import GATHER, Answer, Body, Decision, use_as, use_local, use_original, use_replicated
 from meshwright.spmd.signature import Call, Operand, layout_of
 
@@ -52,7 +52,7 @@ def cross_entropy(call: Call) -> Answer:
             layout.on(dim),
         )
     args = (use_local(x), use_replicated(target), layout.on(dim), reduction, dtype)
-    if dtype == wide(dtype):
+    if dtype == sum_dtype(dtype):
         return Decision(_of_rows, args, options, PARTIAL, axis=True)
     return Decision(_of_rows_rounded, args, options, REPLICATE, axis=True)
 
@@ -115,7 +115,7 @@ def _of_rows(
     count = _denominator(target, weight, options["ignore_index"])
     target = cut.take(target, axis.rank)
     losses = functional.cross_entropy(x, target, weight=weight, reduction="none", **options)
-    total = losses.sum(dtype=wide(losses.dtype))
+    total = losses.sum(dtype=sum_dtype(losses.dtype))
     return total / count if reduction == "mean" else total
 
 

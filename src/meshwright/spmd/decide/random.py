@@ -20,7 +20,7 @@ from meshwright.spmd import redistribute
 from meshwright.spmd.alias import contiguous, span
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decide.types import as_autocast, wide
+from meshwright.spmd.decide.types import as_autocast, sum_dtype
 from meshwright.spmd.decision import GATHER, Answer, Decision, use_local, use_replicated
 from meshwright.spmd.signature import Call, Operand, layout_of
 
@@ -109,7 +109,7 @@ def _attention_weights(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shape: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(attention weights before dropout, values) of this rank's slice, both in the dtype in which torch computes them."""
-    q, k, v = (t.to(wide(t.dtype)) for t in (query, key, value))
+    q, k, v = (t.to(sum_dtype(t.dtype)) for t in (query, key, value))
     scale = options.get("scale")
     root = math.sqrt(1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale))
     scores = (q * (root if scale is None or scale > 0 else -root)) @ (k * root).transpose(-2, -1)

@@ -15,7 +15,7 @@ from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis
 from meshwright.spmd.decide.pointwise import of_each
 from meshwright.spmd.decide.registry import decider, named
-from meshwright.spmd.decide.types import result_type, wide
+from meshwright.spmd.decide.types import result_type, sum_dtype
 from meshwright.spmd.decision import GATHER, Answer, Decision, use_local
 from meshwright.spmd.signature import Call, Operand, layout_of
 
@@ -49,14 +49,14 @@ def total(call: Call) -> Answer:
     count = prod(x.shape[d] for d in dims) if call.name == "mean" else None
     dtype = result_type(func, x, dtype=names.get("dtype"))
     add_up = torch.sum if call.name == "mean" else func
-    if dtype == wide(dtype):
+    if dtype == sum_dtype(dtype):
         return Decision(_added_up, (use_local(x), add_up, dims, keepdim, dtype, count), {}, PARTIAL)
     return Decision(_added_up_and_rounded, (use_local(x), add_up, dims, keepdim, dtype, count), {}, axis=True)
 
 
 def _added_up(x: Tensor, add_up: Any, dims: list[int], keepdim: bool, dtype: torch.dtype, count: int | None) -> Tensor:
     """This rank's summand of a sum over ``dims``, or of a mean of ``count`` elements, in the accumulation type."""
-    local: Tensor = add_up(x, dims, keepdim, dtype=wide(dtype))
+    local: Tensor = add_up(x, dims, keepdim, dtype=sum_dtype(dtype))
     # Divided before it is rounded: in float16 a sum may be infinite although the mean is not.
     return local if count is None else local / count
 
@@ -127,7 +127,7 @@ def _softmax_of_cut(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarit
 def exponentials(axis: Axis, local: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Over a sharded dim: (this rank's values minus the global maximum, the global sum of their exponentials), both in the
     accumulation type."""
-    local = local.to(wide(local.dtype))
+    local = local.to(sum_dtype(local.dtype))
     floor = torch.finfo(local.dtype).min
     if local.size(dim):
         maximum = local.detach().amax(dim, keepdim=True)

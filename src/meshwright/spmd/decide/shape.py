@@ -27,7 +27,7 @@ from meshwright.spmd.decision import (
     use_original,
     use_replicated,
 )
-from meshwright.spmd.signature import Call, Operand, is_undecided, layout_of, number
+from meshwright.spmd.signature import Call, Operand, as_number, is_undecided, layout_of
 from meshwright.spmd.tensor import GlobalTensor
 
 
@@ -332,5 +332,5 @@ def along_dims(call: Call) -> Answer:
 def _sizes(sizes: Sequence[Any]) -> list[int]:
     """Sizes that are passed as separate arguments or as one sequence."""
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)):
-        return [number(s) for s in sizes[0]]
-    return [number(s) for s in sizes]
+        return [as_number(s) for s in sizes[0]]
+    return [as_number(s) for s in sizes]

@@ -1,7 +1,7 @@
 """Dtypes of functions that a decision computes in several steps: the result's, and the one to accumulate in.
 
     result type        the dtype of the whole function's result, by argument, ``dtype=`` and autocast       ``result_type``
-    accumulation type  torch adds up and exponentiates half types in float32, and rounds once, at the end   ``wide``
+    accumulation type  torch adds up and exponentiates half types in float32, and rounds once, at the end   ``sum_dtype``
 
 So a decision that computes a function in several steps does all of them in the accumulation type, collectives included, and
 rounds to the result type at the end. If the function itself runs on local tensors, torch sees to both: autocast decides per
@@ -25,7 +25,7 @@ from meshwright.private import without_any_mode, without_modes
 HALF = (torch.float16, torch.bfloat16)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch adds up values of ``dtype``: float32 for half types."""
     return torch.float32 if dtype in HALF else dtype
 
