@@ -106,15 +106,15 @@ class Division:
         self._recipe, self._device = runner.recipe, runner.groups.device
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._paths = Paths(max(1, len(self._recipe.stages)))
-        self._row: Any = None
+        self._stand_in_row: Any = None
         self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
         self._seen = SeenSteps()
         # Of the running step: whether its rows are divided; some rows of the batch; its form; the state before the step.
         self._divided, self._batch = False, None
         self._form: Hashable = None
         self._rows = 0
-        self._begin: ModuleState | None = None
-        self._unread: UncheckedStep | None = None
+        self._state_before: ModuleState | None = None
+        self._unchecked: UncheckedStep | None = None
         self.defers_check = self._device.type != "cpu"
 
     @property
@@ -165,7 +165,7 @@ class Division:
         divided = count > 1 and microbatches.first_row is None and self._kind != SPLIT
         even = all(abs(weight - 1 / count) < _EVEN for weight in microbatches.weights)
         self._paths.begin(self._evaluating, microbatches.weights, divided=divided, even=even)
-        self._divided, self._form, self._batch, self._begin = divided, self._form_of(batch), batch, None
+        self._divided, self._form, self._batch, self._state_before = divided, self._form_of(batch), batch, None
         if divided and (self._paths.watching or self._kind_of_step(self._paths.NO_PATHS) not in self._seen):
             self._prepare_trial(batch)
         return microbatches
@@ -174,7 +174,7 @@ class Division:
         """Copies what a trial after the step needs: rows of the batch, and the state of modules before the step."""
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
         if self._trials.of(self._evaluating).steps is not None:
-            self._begin = ModuleState(self._runner.module, self._runner.written())
+            self._state_before = ModuleState(self._runner.module, self._runner.written())
 
     def _form_of(self, batch: Any) -> Hashable:
         """The form of a batch. The magnitude of its number of rows is part of it, if a batch has more than any trial."""
@@ -207,7 +207,7 @@ class Division:
         # Every rank has the same number of microbatches, whatever its rows: FSDP2 has collectives in each forward and backward.
         batches = [] if notice else list(split_batch(batch, pieces))
         way = self._kind if self._kind in (SUM, RATIO, SPLIT) else MEAN
-        needs_row = not notice and (not all(map(rows_of, batches)) or self._row is None)
+        needs_row = not notice and (not all(map(rows_of, batches)) or self._stand_in_row is None)
         row = self._stand_in(batch) if needs_row else None
         weights, factors = weigh_microbatches(
             batches,
@@ -228,9 +228,9 @@ class Division:
         rows, it is a row of an earlier batch.
         """
         if rows_of(batch):
-            self._row = copied(take_rows(batch, 0, 1))
-        if self._row is not None:
-            return self._row
+            self._stand_in_row = copied(take_rows(batch, 0, 1))
+        if self._stand_in_row is not None:
+            return self._stand_in_row
         return mapped(lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() and not len(t) else t.clone(), batch)
 
     # --- after a step -----------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Division:
         _refuse_uncounted(factors, sums[1])
         self.finish_step()
         if self._divided:
-            self._unread = UncheckedStep(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
+            self._unchecked = UncheckedStep(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
             if not self.defers_check:
                 self.finish_step()
         if paths.watching and paths.differ(sums_of_paths):
@@ -293,9 +293,9 @@ class Division:
         Raises:
             RowsError: on every rank: the loss is not finite, because rows were divided.
         """
-        unread, self._unread = self._unread, None
-        if unread is not None and not all(unread.finite.read()):
-            self._refuse_parts_not_finite(unread)
+        step, self._unchecked = self._unchecked, None
+        if step is not None and not all(step.finite.read()):
+            self._refuse_parts_not_finite(step)
 
     def _refuse_parts_not_finite(self, step: UncheckedStep) -> None:
         """Called if the loss of some microbatch is not finite. Runs this microbatch together with one whose loss is finite. If
@@ -344,7 +344,7 @@ class Division:
             RowsError: on every rank: they do not.
         """
         rows, _ = self._trials.rows_to_try(self._batch)
-        with nullcontext() if self._begin is None else self._begin.restored():
+        with nullcontext() if self._state_before is None else self._state_before.restored():
             combine = rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2)
             if combine and self._trials.line_beyond(rows, self._rows) is None:
                 return

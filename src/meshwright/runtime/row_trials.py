@@ -62,21 +62,21 @@ class RowTrials:
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
         self._runner, self._counter, self._random, self._recipe = runner, counter, random, runner.recipe
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
-        self._tried: dict[Evaluating, TrialResult] = {}
+        self._results: dict[Evaluating, TrialResult] = {}
         self.rows_tried = 0
 
     def of(self, evaluating: Evaluating) -> TrialResult:
         """The result with these modules in evaluation mode; before any trial, what the plan says."""
-        return self._tried.setdefault(evaluating, TrialResult(Verdict(self._recipe.rows)))
+        return self._results.setdefault(evaluating, TrialResult(Verdict(self._recipe.rows)))
 
     def settle(self, evaluating: Evaluating, rows: str) -> None:
         """Sets how rows combine, as an earlier run of this model has found out."""
-        self._tried[evaluating] = TrialResult(Verdict(rows), None if rows == COUPLED else 0)
+        self._results[evaluating] = TrialResult(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
     def verdicts(self) -> list[Verdict]:
         """All results so far."""
-        return [tried.verdict for tried in self._tried.values()]
+        return [result.verdict for result in self._results.values()]
 
     def before_step(self, batch: Any, evaluating: Evaluating) -> bool:
         """Runs a trial with rows of a batch, if none was run yet, or if one is to be repeated now. Collective.
@@ -90,30 +90,30 @@ class RowTrials:
         Raises:
             NoticeError: some rank has something to report.
         """
-        tried = self.of(evaluating)
-        if tried.verdict.kind == "auto":
-            tried.verdict = self._how_rows_combine(batch)
-            tried.steps = 0 if tried.verdict.changes_state and tried.verdict.kind != COUPLED else None
-            return tried.verdict.kind != "auto"
-        if tried.steps is None:
+        result = self.of(evaluating)
+        if result.verdict.kind == "auto":
+            result.verdict = self._how_rows_combine(batch)
+            result.steps = 0 if result.verdict.changes_state and result.verdict.kind != COUPLED else None
+            return result.verdict.kind != "auto"
+        if result.steps is None:
             return False
-        return self._try_again(batch, tried, tried.steps + 1)
+        return self._try_again(batch, result, result.steps + 1)
 
-    def _try_again(self, batch: Any, tried: TrialResult, steps: int) -> bool:
-        """Repeats the trial, if this is its turn; ``steps``: since the first one. Returns whether there was a trial."""
-        tried.steps = steps
+    def _try_again(self, batch: Any, result: TrialResult, steps: int) -> bool:
+        """Repeats the trial, if it is due after so many ``steps`` since the first one. Returns whether there was a trial."""
+        result.steps = steps
         if steps & (steps - 1):
             return False
         verdict = self._how_rows_combine(batch)
         if verdict.kind == "auto":
             return False
-        if verdict.kind != tried.verdict.kind:
+        if verdict.kind != result.verdict.kind:
             # The steps since the last trial, without the step before which that trial ran.
             unsure = steps - (steps // 2 + 1)
             why = _OTHERWISE.format(steps) + (_UNSURE.format(unsure) if unsure > 0 else "")
-            tried.verdict, tried.steps = Verdict(COUPLED, why), None
+            result.verdict, result.steps = Verdict(COUPLED, why), None
         elif not verdict.changes_state:
-            tried.steps = None
+            result.steps = None
         return True
 
     def _how_rows_combine(self, batch: Any) -> Verdict:
@@ -165,11 +165,11 @@ class RowTrials:
         if self._recipe.mesh.data_size == 1:
             return take_rows(batch, 0, MOST_ROWS), fewest
         sources = self._first_data_ranks()
-        of_each = -(-MOST_ROWS // len(sources))
-        if fewest < of_each:
-            of_each = MOST_ROWS
+        rows_of_each = -(-MOST_ROWS // len(sources))
+        if fewest < rows_of_each:
+            rows_of_each = MOST_ROWS
         groups = self._runner.groups
-        rows = joined([broadcast_batch(take_rows(batch, 0, of_each), source, groups) for source in sources])
+        rows = joined([broadcast_batch(take_rows(batch, 0, rows_of_each), source, groups) for source in sources])
         if rows is None:  # the ranks padded their rows to different lengths
             rows = broadcast_batch(take_rows(batch, 0, MOST_ROWS), sources[0], groups)
         return take_rows(rows, 0, MOST_ROWS), fewest
