@@ -246,3 +246,18 @@ def test_the_notebooks_are_few_and_each_is_named_on_its_page() -> None:
     assert 4 <= len(NOTEBOOKS) <= 6
     page = (ROOT / "docs" / "tutorial" / "notebooks.md").read_text("utf-8")
     assert all(f"../notebooks/{notebook.name}" in page for notebook in NOTEBOOKS)
+
+
+FRAME = re.compile(r"^ *([\w/]+\.py):\d+ in (\w+): (.+)$", re.MULTILINE)
+
+
+def test_frames_of_the_library_on_pages_are_lines_of_its_source() -> None:
+    """A report on a page shows the function and the source line that the library has. (Line numbers move with every change.)"""
+    frames = {found for page in PAGES for found in FRAME.findall(page.read_text("utf-8"))}
+    in_library = {frame for frame in frames if (ROOT / "src/meshwright" / frame[0]).is_file()}
+    assert in_library, "docs/launch.md has a report with frames of the library"
+    for file, function, line in in_library:
+        source = (ROOT / "src/meshwright" / file).read_text("utf-8")
+        functions = [node for node in ast.walk(ast.parse(source)) if getattr(node, "name", "") == function]
+        texts = [ast.get_source_segment(source, node) or "" for node in functions]
+        assert any(line in map(str.strip, text.splitlines()) for text in texts), f"{file}: {line} in {function}"
