@@ -113,6 +113,20 @@ def test_functions_over_dtensors_have_a_time_of_their_own_in_an_update(mesh, sec
     assert update.spent.host.seconds == 1
 
 
+def test_the_functions_of_an_update_take_a_fraction_on_the_device():
+    events = [Began("step 1"), Began(Action(0, "F", 0)), Op("add_", "other", 0, 10**9, "float32")]
+    trace = Trace([*events, Began("optimizer"), events[-1]])
+
+    def device(**fields):
+        return [
+            phase.spent.device.seconds for phase in Clock(profile(cores=1, **fields), Mesh.parse("tp=1")).phases(trace)
+        ]
+
+    _, forward, update = device(update_device=0.25)
+    assert update == pytest.approx(forward / 4) and forward > 0
+    assert device()[1] == device()[2] == forward
+
+
 def test_a_slower_function_takes_so_many_times_its_bytes():
     of = profile(slower={"exp": 8.0})
     assert of.compute(0, 1e18, "float32", "exp").seconds == pytest.approx(

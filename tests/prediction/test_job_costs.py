@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.reader import parse_profile
-from meshwright.prediction.job_costs import host_seconds, job_costs
+from meshwright.prediction.job_costs import _JobRun, host_seconds, job_costs, update_fraction
 
 
 def test_the_host_s_part_of_a_job(workers):
@@ -13,8 +13,19 @@ def test_the_host_s_part_of_a_job(workers):
     assert 1e-7 < measured.host < 1e-2 and 1e-7 < measured.host_backward < 1e-2
     assert 0 < measured.host_unit < 1 and 0 < measured.host_update < 1e-2
     assert measured.host_sharded > measured.host_update  # DTensor's dispatch is Python
+    assert 0 < measured.update_device <= 1
     assert measured.node == plain.node and measured.peak == plain.peak
     assert parse_profile(measured.text(), "cpu-local.yaml") == measured
+
+
+@pytest.mark.parametrize(("wide", "fraction"), [(6.0, 0.5), (20.0, 1.0), (0.5, 0.05)])
+def test_the_device_s_fraction_of_an_update_is_the_difference_between_a_wide_and_a_narrow_model(wide, fraction) -> None:
+    """The host's part is the same in both. On a busy machine a fraction may come out above 1 or below 0."""
+
+    def run(update: float, device: float) -> _JobRun:
+        return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0)
+
+    assert update_fraction(run(1.0, 0.0), run(wide, 10.0)) == fraction
 
 
 def test_the_host_has_a_time_even_if_nothing_was_left_beside_the_functions() -> None:

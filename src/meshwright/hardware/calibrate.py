@@ -16,8 +16,7 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from meshwright.hardware.functions import ROWS, function_calls
-from meshwright.hardware.functions import WIDTH as COLUMNS
+from meshwright.hardware.functions import function_calls
 from meshwright.hardware.meter import Calls, Meter, curve, four_digits, monotone_points, rate
 from meshwright.hardware.profile import Curve, Link, Profile
 
@@ -76,11 +75,12 @@ def calibrate(
     meter = Meter(rounds, budget)
     tell("the host's part of small functions")
     meter.host, backward = _host(meter)
+    computes, moves = _computes(meter, sides, lengths, tell), _moves(meter, sizes, tell)
     return Profile(
         **_machine(),
-        **_computes(meter, sides, lengths, tell),
-        **_moves(meter, sizes, tell),
-        slower=_slower(meter),
+        **computes,
+        **moves,
+        slower=_slower(meter, **moves),
         host=meter.host,
         host_backward=backward,
         scatter=meter.scatter,
@@ -205,16 +205,18 @@ def _streams(sizes: Sequence[int]) -> Calls:
         yield 3.0 * size, [partial(addition, size)]
 
 
-def _slower(meter: Meter) -> dict[str, float]:
-    """Function of ``hardware.functions`` → its seconds per byte / the seconds per byte of an addition, at least 1."""
+def _slower(meter: Meter, bandwidth: float, streaming: Curve) -> dict[str, float]:
+    """Function of ``hardware.functions`` → its seconds / the seconds of a copy of as many bytes from memory, at least 1.
+
+    The tensors of its calls are in the cache. So if a function takes longer than a copy, it is because of what it computes.
+    """
     import torch
 
-    x, y = torch.ones(ROWS, COLUMNS), torch.ones(ROWS, COLUMNS)
-    plain = max(meter.seconds(lambda: x + y) - meter.host, 1e-7) / (3 * x.nbytes)
     factors: dict[str, float] = {}
     for name, (call, tensors) in function_calls().items():
         result = call()
         results = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
         moved = sum(t.nbytes for t in (*tensors, *results))
-        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / (moved * plain), 2))
+        copy = moved / (bandwidth * streaming.at(moved))
+        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / copy, 2))
     return factors

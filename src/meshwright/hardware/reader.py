@@ -64,7 +64,7 @@ _REQUIRED = {
     "scatter": "0.1",
     "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
 }
-_KEYS = (*_REQUIRED, *ABSENT, "contention", "slower", "notes", "cores", "node", "networks", "network")
+_KEYS = (*_REQUIRED, *ABSENT, "update_device", "contention", "slower", "notes", "cores", "node", "networks", "network")
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
@@ -162,7 +162,7 @@ class _Reader:
             **{key: self.text(values, key) for key in (*_TEXTS, "notes")},
             **{key: int(self.quantity_of(values, key, "B", zero=key != "memory")) for key in _SIZES},
             **{key: self.quantity_of(values, key, "s", zero=key in ("launch", *ABSENT)) for key in _TIMES},
-            **{key: self.fraction(values, key) for key in ("reserve", "contention", "scatter")},
+            **{key: self.fraction(values, key) for key in ("reserve", "update_device", "contention", "scatter")},
             **curves,
             "peak": peak,
             "bandwidth": self.quantity_of(values, "bandwidth", "B/s"),

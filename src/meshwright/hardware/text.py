@@ -30,7 +30,7 @@ def profile_text(profile: Profile) -> str:
         **{key: spell_quantity(getattr(profile, key), "s") for key in ("launch", "host", "host_backward")},
         **{key: spell_quantity(getattr(profile, key), "s") for key in ABSENT if getattr(profile, key)},
         **({"slower": dict(profile.slower)} if profile.slower else {}),
-        **({"contention": profile.contention} if profile.contention else {}),
+        **{key: getattr(profile, key) for key in ("update_device", "contention") if getattr(profile, key)},
         "scatter": profile.scatter,
         **({"cores": profile.cores} if profile.cores else {}),
         "nodes": {profile.node.name or "node": {"devices": profile.devices_per_node} | _link(profile.node)},

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
 | a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
+| functions of clip and optimizer on the device | update_device · Σ of them | `Clock._phase` |
 | host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
 | host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `waits_for_host` |
@@ -31,6 +32,8 @@ from meshwright.prediction.trace import Began, Collective, Event, Op, Trace
 from meshwright.schedule import Action
 
 DATA = ("dp_replicate", "dp_shard")
+UPDATES = ("clip", "optimizer")
+"""The labels of the phases that update parameters."""
 
 
 @dataclass
@@ -102,12 +105,14 @@ class Clock:
                 clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
             elif isinstance(event, Collective):
                 self._collective(event, clock, backward=backward)
+        if label in UPDATES:
+            clock.device *= self._profile.update_fraction
         return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._axis_and_group(ranks)[0]))
 
     def _host_seconds_per_function(self, label: Action | str, *, backward: bool) -> float:
         """Seconds of the host for one function of an action or phase."""
         profile = self._profile
-        if label in ("clip", "optimizer"):
+        if label in UPDATES:
             return profile.update(sharded=self._mesh.data_size * self._mesh.axis_size("tp") > 1)
         return profile.host_backward if backward else profile.host
 

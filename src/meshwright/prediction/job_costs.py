@@ -1,7 +1,7 @@
 """``job_costs``: measures the host's seconds of a job, with jobs of a small model on one and two processes.
 
-The tensors of the model are so small that nearly all time is the host's. A rehearsal counts the functions and collectives of
-each job. Each run in this table has one cost more than the runs before it, so that the difference is this cost:
+The tensors of the narrow model are so small that nearly all time is the host's. A rehearsal counts the functions and
+collectives of each job. Each run in this table has one cost more than the runs before it, so that the difference is this cost:
 
 | run | seconds of a rank's main thread | measures |
 | --- | --- | --- |
@@ -9,7 +9,8 @@ each job. Each run in this table has one cost more than the runs before it, so t
 | a job: 4 microbatches minus 1 | 3 (F + B + 2 job_action) | job_action |
 | a job, one microbatch | F + B + 2 job_action + job_step | job_step |
 | a job over dp_shard=2 | as one process + (gathers and reductions) · host_unit | host_unit |
-| clip and optimizer: one process; dp_shard=2 | functions · host_… + device | host_update; host_sharded |
+| clip and optimizer: one process, a narrow and a wide model | functions · host_update + update_device · device | both |
+| clip and optimizer: dp_shard=2 | functions · host_sharded + update_device · device | host_sharded |
 | a job over tp=2 | as one process + collectives · host_collective | host_collective |
 
 The clock is CPU time of the main thread, which stops while the thread waits for a core or for another rank. The CPU time of a
@@ -22,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
     from meshwright.workers.pool import LocalWorkers
 
 WORDS, WIDTH, HEADS, DEPTH, TOKENS, ROWS = 64, 32, 4, 4, 16, 4
+WIDE = 256  # the width of the model whose parameters take longer to update than the host
 WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
 _LEAST_HOST = 1e-8  # seconds of a function on the host
+_LEAST_FRACTION = 0.05
 HOST = (
     "host",
     "host_backward",
@@ -61,28 +65,28 @@ HOST = (
 class Block(nn.Module):
     """A usual transformer block: attention and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
+        rows, length, width = x.shape
         h = self.norm1(x)
         q, k, v = (one(h).view(rows, length, HEADS, -1).transpose(1, 2) for one in (self.query, self.key, self.value))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Small(nn.Module):
     """A small decoder that returns its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.table(ids)
@@ -109,9 +113,10 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         steps: number of timed steps of each job.
     """
     forward, backward = workers.run(_time_model, steps, ranks=1)[0]
-    single, microbatched, sharded, tensor_parallel = (_JobRun.measured(workers, profile, steps, **plan) for plan in (
-        {"mesh": "dp_shard=1"}, {"mesh": "dp_shard=1", "microbatches": 4}, {"mesh": "dp_shard=2"}, {"mesh": "tp=2"},
-    ))  # fmt: skip
+    run = partial(_JobRun.measured, workers, profile, steps)
+    single, microbatched = run(mesh="dp_shard=1"), run(mesh="dp_shard=1", microbatches=4)
+    sharded, tensor_parallel = run(mesh="dp_shard=2"), run(mesh="tp=2")
+    wide = run(WIDE, mesh="dp_shard=1")
     host = host_seconds(forward, single.device["F"], single.functions["F"])
     host_backward = host_seconds(backward, single.device["B"], single.functions["B"])
     in_functions, in_functions_of_4 = (run.function_seconds(host, host_backward) for run in (single, microbatched))
@@ -123,10 +128,12 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         in_collectives = run.step - run.function_seconds(host, host_backward) - 2 * job_action - job_step
         return max(0.0, in_collectives) / run.collectives
 
+    update_device = update_fraction(single, wide)
     host_update, host_sharded = (
-        max(0.0, run.update - run.device["update"]) / run.functions["update"] for run in (single, sharded)
+        max(0.0, run.update - update_device * run.device["update"]) / run.functions["update"]
+        for run in (single, sharded)
     )
-    seconds: dict[str, float] = {
+    fields: dict[str, float] = {
         "host": host,
         "host_backward": host_backward,
         "job_action": job_action,
@@ -135,13 +142,23 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         "host_collective": seconds_per_collective(tensor_parallel),
         "host_update": host_update,
         "host_sharded": host_sharded,
+        "update_device": update_device,
     }
-    return _with(profile, {name: four_digits(value) for name, value in seconds.items()})
+    return _with(profile, {name: four_digits(value) for name, value in fields.items()})
 
 
-def _with(profile: Profile, seconds: dict[str, Any]) -> Profile:
+def update_fraction(narrow: _JobRun, wide: _JobRun) -> float:
+    """Seconds of clip and optimizer on the device, as a fraction of those that the profile says; at most 1, and above 0.
+
+    Both models call as many functions, so that the difference between them is the device's.
+    """
+    device = wide.device["update"] - narrow.device["update"]
+    return min(1.0, max(_LEAST_FRACTION, (wide.update - narrow.update) / device))
+
+
+def _with(profile: Profile, fields: dict[str, Any]) -> Profile:
     """The profile with these fields replaced."""
-    return replace(profile, **seconds)
+    return replace(profile, **fields)
 
 
 @dataclass(frozen=True)
@@ -163,12 +180,15 @@ class _JobRun:
     collectives: int
 
     @classmethod
-    def measured(cls, workers: LocalWorkers, profile: Profile, steps: int, **settings: Any) -> _JobRun:
-        """Runs a job under the plan with these settings, and rehearses it."""
+    def measured(
+        cls, workers: LocalWorkers, profile: Profile, steps: int, width: int = WIDTH, **settings: Any
+    ) -> _JobRun:
+        """Runs a job of a model of this width under the plan with these settings, and rehearses it."""
+        build = partial(Small, width)
         plan = Plan.parse(settings)
         ids = torch.arange(ROWS * TOKENS * (plan.microbatches or 1)).reshape(-1, TOKENS) % WORDS
-        measured = workers.run(_time_job, plan, ids, steps, ranks=plan.mesh.size)
-        trace = rehearse(rehearsal_of(Small, (ids,), plan, _identity, torch.optim.AdamW, 1.0), 0)
+        measured = workers.run(_time_job, build, plan, ids, steps, ranks=plan.mesh.size)
+        trace = rehearse(rehearsal_of(build, (ids,), plan, _identity, torch.optim.AdamW, 1.0), 0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
         functions, device, collectives = dict.fromkeys(_PASSES, 0), dict.fromkeys(_PASSES, 0.0), 0
         for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
@@ -213,9 +233,9 @@ def _time_model(steps: int) -> tuple[float, float]:
     return forward, backward
 
 
-def _time_job(plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
+def _time_job(build: Callable[[], nn.Module], plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
     """(seconds of the forwards and backwards of a job's step, of clip and optimizer)."""
-    job = make_job(Small, plan.replace(verify=0), batch=(ids,), loss=_identity)
+    job = make_job(build, plan.replace(verify=0), batch=(ids,), loss=_identity)
     rows = copied(rows_of_rank((ids,), job.recipe, job.rank))
     optimizer = torch.optim.AdamW(job.parameters())
 

@@ -170,7 +170,7 @@ class Estimator:
 
     def _update_of(self, tp: int, shards: int) -> float:
         """Seconds of clipping and the optimizer on the device, per element before sharding."""
-        return self._layer_costs[tp].update.device(self._profile, 1 / shards)
+        return self._profile.update_fraction * self._layer_costs[tp].update.device(self._profile, 1 / shards)
 
     def _shared_cores(self, candidate: Candidate, terms: Mapping[str, float]) -> float:
         """Seconds that a step takes longer because all ranks share the cores of one machine; 0.0 on an accelerator."""
