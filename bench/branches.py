@@ -1,6 +1,6 @@
 """Branches beside each other: against tensor and data parallelism of the same ranks, and one process.
 
-    python bench/branches.py [--quick]
+    python bench/branches.py [--quick] [--keep]
 
 Local processes, gloo on CPU, one thread each; a step is forward and backward, without an optimizer. All ways of a model
 alternate within each round, in the same processes: for those of one process, rank 0 runs and the others wait. A round counts
@@ -18,7 +18,6 @@ step could take with a core for each rank.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from itertools import product
 from statistics import median, quantiles
 from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR
 
 WIDTH, HEAD = 256, 16
 SMALL, LARGE = (16, 32, 64, 32), (32, 64, 64, 32)  # sequences, their length, widths of both tracks
+WALL, BUSY = 0, 1
+CLOCKS = {WALL: "time", BUSY: "CPU time"}
+WITH, WITHOUT = "with what a job adds", "without (what a layout is worth by itself)"
 SIDES: dict[str, Any] = {DATA: {"mesh": {"dp_replicate": 2}}, TENSOR: {"mesh": {"tp": 2}}}
 BESIDE = {"mesh": {"tp": 2}, "modules": {"block_a": {"on": "tp[0]"}, "block_b": {"on": "tp[1]"}}}
 TRACKS = {
@@ -284,98 +287,59 @@ def added(rounds: int) -> tuple[float, float]:
     return view, less - view * few
 
 
-# --- printing ---------------------------------------------------------------------------------------------------------
+# --- the parts, each gives its samples ------------------------------------------------------------------------------
 
 
 def sample(rows: int, tokens: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, tokens, WIDTH, generator=torch.Generator().manual_seed(1))}
 
 
-WALL, BUSY = 0, 1
-
-
-def of(times: Times, name: str, which: int) -> float:
-    return median(t[which] for t in times[name])
-
-
-def ratio(a: list[tuple[float, ...]], b: list[tuple[float, ...]], which: int) -> str:
-    pairs = [x[which] / y[which] for x, y in zip(a, b, strict=True)]
-    low, _, high = quantiles(pairs, n=4)
-    return f"{median(x[which] for x in a) / median(y[which] for y in b):5.2f} (pairs {low:.2f} to {high:.2f})"
-
-
-def lines(times: Times, moved: dict[str, tuple[int, int]], against: str) -> None:
-    print(f"  {'':24} {'ms':>8} {'CPU ms':>8}  calls  KiB a rank   of {against}: ms; CPU ms")
-    for name, found in times.items():
-        calls, size = moved.get(name, (0, 0))
-        ms = f"{1e3 * of(times, name, WALL):8.1f} {1e3 * of(times, name, BUSY):8.1f}"
-        print(f"  {name:24} {ms}  {calls:5}  {size / 1024:10.0f}"
-              f"   {ratio(found, times[against], WALL)}; {ratio(found, times[against], BUSY)}")  # fmt: skip
-
-
-def balanced(workers: Any, hardware: Profile, depth: int, tokens: int, rounds: int) -> None:
+def balanced(workers: Any, hardware: Profile, depth: int, tokens: int, rounds: int) -> dict[str, Any]:
     build, batch = partial(Two, depth, depth), sample(1, tokens)
     plans = {PLANNED: BESIDE, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
-    print(f"\n1  balanced: 2 branches of {depth} blocks of width {WIDTH}, 1 row of {tokens} tokens; {rounds} rounds")
-    lines(times, moved, PLANNED)
-    print(f"  compare_branches: {mw.compare_branches(build, batch, BESIDE, hardware=hardware).verdict}")
+    print(
+        f"balanced, {tokens} tokens: {mw.compare_branches(build, batch, BESIDE, hardware=hardware).verdict}", flush=True
+    )
+    return {"depth": depth, "tokens": tokens, "times": times, "moved": moved}
 
 
-def sweep(workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any, tokens: int, rounds: int) -> None:
-    print(
-        f"\n2  sweep: rows of {tokens} tokens; a step's ms / CPU ms (predicted, for the region, without and with "
-        f"what a job adds); {rounds} rounds"
-    )
-    print(
-        "  rows  blocks "
-        + "".join(f"{name:27}" for name in (ONE, DATA, TENSOR, PLANNED))
-        + "said; fastest; by CPU time"
-    )
+def sweep(
+    workers: Any, hardware: Profile, batches: tuple[int, ...], depths: Any, tokens: int, rounds: int
+) -> list[dict[str, Any]]:
     bare = replace(hardware, job_call=0.0, job_step=0.0)
-    sides = {"without": bare, "with": hardware}
-    scores = {key: [0, 0] for key in product(sides, (WALL, BUSY))}  # right, within 10 %
-    for rows in batches:
-        for first, second in depths:
-            build, batch = partial(Two, first, second), sample(rows, tokens)
-            plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {PLANNED: BESIDE}
-            times, _ = workers.run(measure, build, plans, (1,), batch, rounds, ranks=2, timeout=900)[0]
-            times[ONE] = times.pop(_process(1))
-            found = {h: mw.compare_branches(build, batch, BESIDE, hardware=of) for h, of in sides.items()}
-            said = {h: PLANNED if c.fastest == BEST else c.fastest for h, c in found.items()}
-            fastest = [min(times, key=lambda name: of(times, name, which)) for which in (WALL, BUSY)]
-            for (h, which), score in scores.items():
-                score[0] += said[h] == fastest[which]
-                score[1] += said[h] in times and of(times, said[h], which) <= 1.1 * of(times, fastest[which], which)
-            bare_s, job_s = (found[side].seconds for side in sides)
-            cells = "".join(
-                f"{1e3 * of(times, name, WALL):6.1f}/{1e3 * of(times, name, BUSY):6.1f} ({1e3 * bare_s[name]:.1f}/"
-                f"{1e3 * job_s[name]:.1f})".ljust(14) + " "
-                if name in times else f"{'–':>12}{'':15}" for name in (ONE, DATA, TENSOR, PLANNED)
-            )  # fmt: skip
-            print(f"  {rows:4}  {first}:{second:<4} {cells} {' / '.join(said.values())}; {'; '.join(fastest)}")
-    total = len(batches) * len(depths)
-    for (h, which), (right, near) in scores.items():
-        what = f"{h} what a job adds, by {('time', 'CPU time')[which]}"
-        print(
-            f"  {what}: what compare_branches said was the fastest in {right} of {total}, within 10 % of it in {near}"
-        )
+    samples = []
+    for rows, (first, second) in product(batches, depths):
+        build, batch = partial(Two, first, second), sample(rows, tokens)
+        plans = {name: SIDES[name] for name in (DATA, TENSOR) if rows > 1 or name != DATA} | {PLANNED: BESIDE}
+        times, _ = workers.run(measure, build, plans, (1,), batch, rounds, ranks=2, timeout=900)[0]
+        times[ONE] = times.pop(_process(1))
+        predicted = {}
+        for name, profile in ((WITHOUT, bare), (WITH, hardware)):
+            compared = mw.compare_branches(build, batch, BESIDE, hardware=profile)
+            fastest = PLANNED if compared.fastest == BEST else compared.fastest
+            predicted[name] = {"fastest": fastest, "seconds": dict(compared.seconds)}
+        samples.append({"rows": rows, "blocks": [first, second], "times": times, "predicted": predicted})
+        print(f"sweep, {rows} rows, {first}:{second} blocks: done", flush=True)
+    return samples
 
 
-def parameter_bytes(workers: Any, depth: int) -> None:
+def parameter_bytes(workers: Any, depth: int) -> dict[str, int]:
     batch = sample(4, 8)
     once = {"reshard_after_forward": False}  # gathered once a step, on both sides
-    places, whole = {**BESIDE, "mesh": {"dp_shard": 2, "tp": 2}, **once}, {"mesh": {"dp_shard": 4}, **once}
-    own, all_ = (max(workers.run(gathered, plan, batch, depth, ranks=4, timeout=300)) for plan in (places, whole))
-    said = mw.compare_branches(partial(Two, depth, depth, stem=False), batch, places).regions[0].parameter_bytes
-    print(
-        f"\n3  bytes: 2 equal branches of {depth} blocks over 4 ranks, all-gathers and reduce-scatters of a step, whole sizes"
-    )
-    print(f"  dp_shard=2 × branches 1+1: {own}   FSDP of the whole, dp_shard=4: {all_}   {all_ / own:.4f} times fewer")
-    print(f"  compare_branches: {said[0]} and {said[1]}")
+    branches, fsdp = {**BESIDE, "mesh": {"dp_shard": 2, "tp": 2}, **once}, {"mesh": {"dp_shard": 4}, **once}
+    counts = [max(workers.run(gathered, plan, batch, depth, ranks=4, timeout=300)) for plan in (branches, fsdp)]
+    compared = mw.compare_branches(partial(Two, depth, depth, stem=False), batch, branches)
+    predicted = compared.regions[0].parameter_bytes
+    return {
+        "depth": depth, "branches": counts[0], "fsdp": counts[1],
+        "branches_predicted": predicted[0], "fsdp_predicted": predicted[1],
+    }  # fmt: skip
 
 
-def tracks(workers: Any, hardware: Profile, depth: int, sizes: tuple[int, int, int, int], rounds: int) -> None:
+def tracks(
+    workers: Any, hardware: Profile, depth: int, sizes: tuple[int, int, int, int], rounds: int
+) -> dict[str, Any]:
     deep, residues, dim, pair = sizes
     build, draw = partial(Tracks, depth, dim, pair), torch.Generator().manual_seed(1)
     batch = {
@@ -384,46 +348,169 @@ def tracks(workers: Any, hardware: Profile, depth: int, sizes: tuple[int, int, i
     }
     plans = {PLANNED: TRACKS, TENSOR: SIDES[TENSOR]}
     times, moved = workers.run(measure, build, plans, (1, 2), batch, rounds, ranks=2, timeout=900)[0]
-    print(
-        f"\n4  tracks: {depth} Evoformer blocks, {deep} sequences of {residues}, widths {dim} and {pair}; {rounds} rounds"
-    )
-    lines(times, moved, PLANNED)
-    for which, clock in ((WALL, "time"), (BUSY, "CPU time")):
-        pairs = zip(times[_process(1)], times[PLANNED], strict=True)
-        low, _, high = quantiles([a[which] / (2 * b[which]) for a, b in pairs], n=4)
-        found = of(times, _process(1), which) / (2 * of(times, PLANNED, which))
-        print(
-            f"  efficiency per device at degree 2, t1/(2·t2), by {clock}: {found:.2f} (pairs {low:.2f} to {high:.2f})"
-        )
-    print("  published: 0.69, HelixFold's branch parallelism on GPUs (arXiv 2211.00235)")
-    print(f"  compare_branches: {mw.compare_branches(build, batch, TRACKS, hardware=hardware).verdict}")
+    verdict = mw.compare_branches(build, batch, TRACKS, hardware=hardware).verdict
+    print(f"tracks, {deep} sequences of {residues}: {verdict}", flush=True)
+    return {"depth": depth, "sizes": list(sizes), "times": times, "moved": moved}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def of(times: Times, name: str, clock: int) -> float:
+    return median(seconds[clock] for seconds in times[name])
+
+
+def _quartiles(ratios: list[float]) -> str:
+    low, _, high = quantiles(ratios, n=4)
+    return f"{low:.2f} to {high:.2f}"
+
+
+def _ratio(a: list[Any], b: list[Any], clock: int) -> str:
+    """Of medians, with the quartiles of the ratios of pairs."""
+    of_medians = median(x[clock] for x in a) / median(y[clock] for y in b)
+    return f"{of_medians:.2f} ({_quartiles([x[clock] / y[clock] for x, y in zip(a, b, strict=True)])})"
+
+
+def tables(samples: dict[str, Any]) -> dict[str, raw.Table]:
+    """By name: ``rates`` of this machine, and a table or two for each part of this benchmark."""
+    return {
+        "balanced": _balanced_table(samples["balanced"]),
+        "sweep": _sweep_table(samples["sweep"]),
+        "scores": _scores_table(samples["sweep"]),
+        "bytes": _bytes_table(samples["bytes"]),
+        "tracks": _tracks_table(samples["tracks"]),
+        "rates": _rates_table(samples["rates"]),
+    }
+
+
+def _balanced_table(samples: list[dict[str, Any]]) -> raw.Table:
+    rows = [["tokens", "", "ms", "CPU ms", "of the branches' ms", "of their CPU ms", "calls", "KiB a rank"]]
+    for one in samples:
+        times = one["times"]
+        for name in times:
+            calls, size = one["moved"].get(name, (0, 0))
+            rows.append([
+                f"{one['tokens']}", name, f"{1e3 * of(times, name, WALL):.1f}", f"{1e3 * of(times, name, BUSY):.1f}",
+                *(_ratio(times[name], times[PLANNED], clock) for clock in CLOCKS), f"{calls}", f"{size / 1024:.0f}",
+            ])  # fmt: skip
+    return rows
+
+
+def _sweep_table(samples: list[dict[str, Any]]) -> raw.Table:
+    """A cell: milliseconds that were measured and, after the arrow, predicted with what a job adds."""
+    names = (ONE, DATA, TENSOR, PLANNED)
+    rows = [["rows", "blocks", *(f"{name}: measured, predicted ms" for name in names), "said", "fastest"]]
+    for one in samples:
+        times, predicted = one["times"], one["predicted"][WITH]
+        cells = [
+            f"{1e3 * of(times, name, WALL):.1f}, {1e3 * predicted['seconds'][name]:.1f}" if name in times else "–"
+            for name in names
+        ]
+        first, second = one["blocks"]
+        rows.append([f"{one['rows']}", f"{first}:{second}", *cells, predicted["fastest"], _fastest(times, WALL)])
+    return rows
+
+
+def _scores_table(samples: list[dict[str, Any]]) -> raw.Table:
+    """How often ``compare_branches`` names the fastest way, and one within 10 % of it."""
+    rows = [["", *(text for clock in CLOCKS.values() for text in (f"fastest, by {clock}", "within 10 % of it"))]]
+    for side in (WITH, WITHOUT):
+        cells = []
+        for clock in CLOCKS:
+            said = [(one["times"], one["predicted"][side]["fastest"]) for one in samples]
+            right = sum(name == _fastest(times, clock) for times, name in said)
+            near = sum(
+                name in times and of(times, name, clock) <= 1.1 * of(times, _fastest(times, clock), clock)
+                for times, name in said
+            )
+            cells += [f"{right} of {len(said)}", f"{near} of {len(said)}"]
+        rows.append([side, *cells])
+    return rows
+
+
+def _fastest(times: Times, clock: int) -> str:
+    return min(times, key=lambda name: of(times, name, clock))
+
+
+def _bytes_table(sample: dict[str, int]) -> raw.Table:
+    rows = [["", "bytes, counted", "by `compare_branches`"]]
+    rows.append(["`dp_shard=2` × branches 1+1", f"{sample['branches']:,}", f"{sample['branches_predicted']:,}"])
+    rows.append(["FSDP of the model, `dp_shard=4`", f"{sample['fsdp']:,}", f"{sample['fsdp_predicted']:,}"])
+    return rows
+
+
+def _tracks_table(samples: list[dict[str, Any]]) -> raw.Table:
+    """t₁ of one process with one thread, t₂ of the branches; the efficiency is t₁ / (2 · t₂)."""
+    rows = [["", "t₁", "t₂, branches 1+1", "`tp=2`", "calls of branches, of tp",
+             "efficiency (quartiles of pairs)", "by CPU time"]]  # fmt: skip
+    for one in samples:
+        times, (deep, residues, *_), alone = one["times"], one["sizes"], _process(1)
+        efficiencies = []
+        for clock in CLOCKS:
+            ratios = [a[clock] / (2 * b[clock]) for a, b in zip(times[alone], times[PLANNED], strict=True)]
+            efficiencies.append(
+                f"{of(times, alone, clock) / (2 * of(times, PLANNED, clock)):.2f} ({_quartiles(ratios)})"
+            )
+        milliseconds = [f"{1e3 * of(times, name, WALL):.1f} ms" for name in (alone, PLANNED, TENSOR)]
+        calls = f"{one['moved'][PLANNED][0]}, {one['moved'][TENSOR][0]}"
+        rows.append([f"{deep} sequences of {residues}", *milliseconds, calls, *efficiencies])
+    return rows
+
+
+def _rates_table(rates: dict[str, float]) -> raw.Table:
+    """What was measured first of this machine, a core, and what a job adds (CPU time, branches of one token)."""
+    titles = [
+        "Gflop/s",
+        "GB/s",
+        "GB/s of links",
+        "µs a small all-reduce",
+        "µs a function",
+        "µs a job adds to one",
+        "ms to a step",
+    ]
+    row = [
+        f"{rates['flops'] / 1e9:.0f}", f"{rates['bandwidth'] / 1e9:.1f}", f"{rates['link'] / 1e9:.2f}",
+        f"{2e6 * rates['latency']:.0f}", f"{1e6 * rates['function']:.1f}",
+        f"{1e6 * rates['job_call']:.0f}", f"{1e3 * rates['job_step']:.1f}",
+    ]  # fmt: skip
+    return [titles, row]
+
+
+def measured_samples(quick: bool) -> dict[str, Any]:
+    rounds, depth = (4, 4) if quick else (10, 8)
+    profile = measured_profile(1, print)
+    with mw.local_workers(4) as workers:
+        call, step = workers.run(added, 2 * rounds, ranks=2, timeout=300)[0]
+        hardware = replace(profile, job_call=max(0.0, call), job_step=max(0.0, step))
+        rates = {
+            "flops": profile.peak["float32"], "bandwidth": profile.bandwidth, "link": profile.node.bandwidth,
+            "latency": profile.node.latency, "function": profile.host, "job_call": call, "job_step": step,
+        }  # fmt: skip
+        depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))
+        sizes = ((2, SMALL),) if quick else ((4, SMALL), (4, LARGE))
+        return {
+            "rates": rates,
+            "balanced": [
+                balanced(workers, hardware, depth, tokens, rounds) for tokens in ((128,) if quick else (128, 1024))
+            ],
+            "sweep": sweep(workers, hardware, (1, 16) if quick else (1, 4, 16), depths, 32, rounds),
+            "bytes": parameter_bytes(workers, 2),
+            "tracks": [tracks(workers, hardware, blocks, size, rounds) for blocks, size in sizes],
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: about a minute")
-    quick = parser.parse_args().quick
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/branches.json")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, gloo on CPU, 1 thread a process"
-    )
-    rounds = 4 if quick else 10
-    here = measured_profile(1, print)
-    with mw.local_workers(4) as workers:
-        call, step = workers.run(added, 2 * rounds, ranks=2, timeout=300)[0]
-        hardware = replace(here, job_call=max(0.0, call), job_step=max(0.0, step))
-        print(f"{here.peak['float32'] / 1e9:.0f} Gflop/s and {here.bandwidth / 1e9:.1f} GB/s a core, links of "
-              f"{here.node.bandwidth / 1e9:.2f} GB/s, {2e6 * here.node.latency:.0f} µs a small all-reduce, "
-              f"{1e6 * here.host:.1f} µs a function; a job adds {1e6 * call:.0f} µs to one, and {1e3 * step:.1f} ms to a step "
-              "(CPU time, branches of one token)")  # fmt: skip
-        for tokens in (128,) if quick else (128, 1024):
-            balanced(workers, hardware, 4 if quick else 8, tokens, rounds)
-        depths = ((2, 2), (1, 4)) if quick else ((2, 2), (1, 2), (1, 4))
-        sweep(workers, hardware, (1, 16) if quick else (1, 4, 16), depths, 32, rounds)
-        parameter_bytes(workers, 2)
-        for depth, sizes in ((2, SMALL),) if quick else ((4, SMALL), (4, LARGE)):
-            tracks(workers, hardware, depth, sizes, rounds)
-    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    samples = measured_samples(options.quick)
+    for name, table in tables(samples).items():
+        print(f"\n{name}")
+        raw.show(table)
+    if options.keep:
+        print(raw.keep("branches", samples))
 
 
 if __name__ == "__main__":

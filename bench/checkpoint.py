@@ -1,6 +1,6 @@
 """Saving and loading against plain DCP and ``torch.save``, in one run: seconds, peak memory, bytes.
 
-    python bench/checkpoint.py [--width 2048] [--layers 12] [--rounds 3]
+    python bench/checkpoint.py [--width 2048] [--layers 12] [--rounds 3] [--keep]
 
 A stack of linear layers with AdamW's state, FSDP over 2 local processes. *ours*: ``job.save`` / ``job.load``; *ours, no
 checking*: loaded with ``verify=False``; *ours, async*: seconds that training waits for ``job.save(wait=False)``, and until it
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import meshwright as mw
+
+ASYNC, UNTIL = "save: ours, async: training waits", "save: ours, async: until it is on disk"
+WAITS = (ASYNC, UNTIL)  # whose seconds are not those of writing everything
 
 
 class Stack(nn.Module):
@@ -95,27 +99,27 @@ def ways(job: mw.Job, optimizer: torch.optim.Optimizer, root: Path) -> dict[str,
         state_dict_loader.load({"model": model, "optimizer": state}, checkpoint_id=root / "dcp")
         set_state_dict(job.module, optimizer, model_state_dict=model, optim_state_dict=state)
 
-    def whole_save() -> None:
-        found = get_state_dict(job.module, optimizer, options=full)
+    def gathered_save() -> None:
+        states = get_state_dict(job.module, optimizer, options=full)
         if job.rank == 0:
-            torch.save(found, root / "whole.pt")
+            torch.save(states, root / "gathered.pt")
             os.sync()
         dist.barrier()
 
-    def whole_load() -> None:
-        model, state = torch.load(root / "whole.pt", weights_only=True)
+    def gathered_load() -> None:
+        model, state = torch.load(root / "gathered.pt", weights_only=True)
         set_state_dict(job.module, optimizer, model_state_dict=model, optim_state_dict=state, options=full)
 
     return {
         "save: ours": lambda: job.save(root / "ours", optimizer, step=1),
         "save: DCP": dcp_save,
-        "save: torch.save": whole_save,
-        "save: ours, async": lambda: job.save(root / "later", optimizer, step=1, wait=False),
-        "  until it is on disk": job.saved,
+        "save: torch.save": gathered_save,
+        ASYNC: lambda: job.save(root / "later", optimizer, step=1, wait=False),
+        UNTIL: job.saved,
         "load: ours": lambda: job.load(root / "ours", optimizer),
         "load: ours, no checking": lambda: job.load(root / "ours", optimizer, verify=False),
         "load: DCP": dcp_load,
-        "load: torch.save": whole_load,
+        "load: torch.save": gathered_load,
     }
 
 
@@ -126,7 +130,7 @@ def measure(build: Build, folder: str, rounds: int) -> tuple[dict[str, list[tupl
     job.step((torch.ones(4, build.width),))
     optimizer.step()
     optimizer.zero_grad()
-    found: dict[str, list[tuple[float, int]]] = {}
+    times: dict[str, list[tuple[float, int]]] = {}
     for _ in range(rounds + 1):
         if job.rank == 0:  # every save makes its files anew, as one of another step would
             shutil.rmtree(folder)
@@ -138,13 +142,24 @@ def measure(build: Build, folder: str, rounds: int) -> tuple[dict[str, list[tupl
                 started = time.perf_counter()
                 way()
                 seconds = time.perf_counter() - started
-            found.setdefault(name, []).append((seconds, peak.most))
+            times.setdefault(name, []).append((seconds, peak.most))
     share = 3 * sum(p.to_local().nbytes for p in job.parameters())  # type: ignore[attr-defined]
-    return {name: runs[1:] for name, runs in found.items()}, share
+    return {name: runs[1:] for name, runs in times.items()}, share
 
 
 def _itself(output: torch.Tensor) -> torch.Tensor:
     return output
+
+
+def tables(samples: dict[str, Any]) -> dict[str, raw.Table]:
+    """``ways``: the median over rounds of the slower rank's seconds; the largest memory over ranks and rounds."""
+    rows = [["", "seconds", "MB/s", "memory above the share, MB"]]
+    for name, ranks in samples["ways"].items():
+        seconds = median(max(times) for times in zip(*([run[0] for run in runs] for runs in ranks), strict=True))
+        memory = max(run[1] for runs in ranks for run in runs)
+        rate = "" if name in WAITS else f"{samples['bytes'] / 1e6 / seconds:,.0f}"
+        rows.append([name.strip(), f"{seconds:.2f}", rate, f"{memory / 1e6:,.0f}"])
+    return {"ways": rows}
 
 
 def main() -> None:
@@ -153,23 +168,21 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/checkpoint.json")
+    options = parser.parse_args()
     folder = tempfile.mkdtemp()
     try:
         with mw.local_workers(2) as workers:
-            ranks = workers.run(measure, Build(given.width, given.layers), folder, given.rounds, timeout=1800)
-        size = sum(f.stat().st_size for f in Path(folder, "ours").rglob("*") if f.is_file())
+            ranks = workers.run(measure, Build(options.width, options.layers), folder, options.rounds, timeout=1800)
+        size = sum(file.stat().st_size for file in Path(folder, "ours").rglob("*") if file.is_file())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    share = max(bytes_ for _, bytes_ in ranks)
-    print(
-        f"{size / 1e6:,.0f} MB on disk; a rank's share {share / 1e6:,.0f} MB; largest tensor {given.width**2 * 4 / 1e6:,.0f} MB"
-    )
-    print(f"{'':26}{'seconds':>9}{'MB/s':>9}{'memory above the share, MB':>30}")
-    for name in ranks[0][0]:
-        seconds = median(max(found[name][i][0] for found, _ in ranks) for i in range(given.rounds))
-        memory = max(run[1] for found, _ in ranks for run in found[name])
-        print(f"{name:26}{seconds:>9.2f}{size / 1e6 / seconds:>9,.0f}{memory / 1e6:>30,.0f}")
+    share, largest = max(bytes_ for _, bytes_ in ranks), options.width**2 * 4
+    samples = {"bytes": size, "share": share, "ways": {name: [runs[name] for runs, _ in ranks] for name in ranks[0][0]}}
+    print(f"{size / 1e6:,.0f} MB on disk; a rank's share {share / 1e6:,.0f} MB; largest tensor {largest / 1e6:,.0f} MB")
+    raw.show(tables(samples)["ways"])
+    if options.keep:
+        print(raw.keep("checkpoint", samples))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it costs that ranks compare what they hold alike (``verify`` in the plan).
 
-    python bench/guard.py [--quick]
+    python bench/guard.py [--quick] [--keep]
 
 Three jobs of the same small Llama-like model take a step each in turn, so that all meet the same machine: with
 ``verify: 1``, with a period that is not reached, and with ``0``. A step is forward, backward and AdamW; the slowest rank's
@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 from overhead import VOCAB, Decoder
@@ -28,6 +31,8 @@ from meshwright.spmd.comm import Ledger
 
 MESHES = ({"tp": 2}, {"dp_replicate": 2}, {"dp_shard": 2}, {"pp": 2})
 PERIODS = (1, 10**6, 0)
+EVERY = mw.Plan("tp=2").verify
+SIZES = ((4, 4, 128), (8, 8, 256))  # blocks, rows, tokens of a row
 
 
 def measured(
@@ -71,42 +76,68 @@ def _stepping(job: mw.Job, batch: dict[str, Tensor]) -> Callable[[], None]:
     return step
 
 
+def tables(samples: list[dict[str, Any]]) -> dict[str, raw.Table]:
+    """``steps``: medians of the slowest rank, by the clock on the wall and by that of the CPU."""
+    titles = ["mesh", "blocks", "ms", "ms that compares", "more", "more, every {every}", "more between"]
+    cpu = ["CPU ms", "CPU ms that compares", "more CPU, every {every}"]
+    rows = [[title.format(every=EVERY) for title in [*titles, *cpu, "all-gathers", "bytes"]]]
+    for sample in samples:
+        wall, busy = (_summary(_slowest(sample["ranks"], clock)) for clock in (0, 1))
+        rows.append([
+            f"`{sample['mesh']}`", f"{sample['blocks']}",
+            f"{wall.never:.1f}", f"{wall.compares:.1f}", f"{wall.adds:.1%}", f"{wall.adds / EVERY:.2%}", f"{wall.between:.1%}",
+            f"{busy.never:.1f}", f"{busy.compares:.1f}", f"{busy.adds / EVERY:.2%}",
+            *(f"{count}" for count in sample["comparison"]),
+        ])  # fmt: skip
+    return {"steps": rows}
+
+
+def _slowest(ranks: list[list[list[list[float]]]], clock: int) -> list[list[float]]:
+    """For each job the seconds of each step, those of its slowest rank."""
+    return [
+        [max(times[clock] for times in step) for step in zip(*(jobs[which] for jobs in ranks), strict=True)]
+        for which in range(len(PERIODS))
+    ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Medians of steps.
+
+    Attributes:
+        never, compares: milliseconds of a step without and with a comparison.
+        adds: the share that a comparison adds to a step.
+        between: the share that a job with a period adds to a step that does not compare.
+    """
+
+    never: float
+    compares: float
+    adds: float
+    between: float
+
+
+def _summary(times: list[list[float]]) -> Summary:
+    compares, between, never = times
+    more, some = (median((a - b) / b for a, b in zip(side, never, strict=True)) for side in (compares, between))
+    return Summary(1e3 * median(never), 1e3 * median(compares), more, some)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps, of the small size alone")
-    quick = parser.parse_args().quick
-    every, steps = mw.Plan("tp=2").verify, 6 if quick else 60
-    heads = f"{'mesh':<16}{'layers':>6}{'ms':>9}{'compares':>10}{'adds':>8}{f'every {every}':>11}{'between':>9}"
-    print(f"{heads}{'CPU ms':>9}{'compares':>10}{f'every {every}':>11}{'between':>9}{'calls':>7}{'bytes':>7}")
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/guard.json")
+    options = parser.parse_args()
+    samples, steps = [], 6 if options.quick else 60
     with mw.local_workers(2) as workers:
         for mesh in MESHES:
-            for blocks, rows, length in ((4, 4, 128), (8, 8, 256))[: 1 if quick else 2]:
-                found = workers.run(partial(measured, mesh, blocks, rows, length, steps), ranks=2, timeout=900)
-                wall, cpu = (_slowest([times for times, _ in found], clock) for clock in (0, 1))
-                calls, size = found[0][1]
-                name = ",".join(f"{axis}={n}" for axis, n in mesh.items())
-                never, compares, adds, between = _told(wall)
-                text = f"{name:<16}{blocks:>6}{never:>9.1f}{compares:>10.1f}{adds:>8.1%}{adds / every:>11.2%}{between:>9.1%}"
-                never, compares, adds, between = _told(cpu)
-                text += f"{never:>9.1f}{compares:>10.1f}{adds / every:>11.2%}{between:>9.1%}"
-                print(f"{text}{calls:>7}{size:>7}", flush=True)
-
-
-def _slowest(of_ranks: list[list[list[tuple[float, float]]]], clock: int) -> list[list[float]]:
-    """For each job the time of each step, that of its slowest rank."""
-    return [[max(t[clock] for t in of) for of in zip(*(times[k] for times in of_ranks), strict=True)] for k in range(3)]
-
-
-def _told(times: list[list[float]]) -> tuple[float, float, float, float]:
-    """Milliseconds of a step without and with a comparison; the share that this adds; what a period adds to other steps."""
-    compares, between, never = times
-    adds = median((a - b) / b for a, b in zip(compares, never, strict=True))
-    return (
-        1e3 * median(never),
-        1e3 * median(compares),
-        adds,
-        median((a - b) / b for a, b in zip(between, never, strict=True)),
-    )
+            for blocks, rows, length in SIZES[: 1 if options.quick else 2]:
+                ranks = workers.run(partial(measured, mesh, blocks, rows, length, steps), ranks=2, timeout=900)
+                name = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+                times, comparison = [times for times, _ in ranks], ranks[0][1]
+                samples.append({"mesh": name, "blocks": blocks, "comparison": comparison, "ranks": times})
+    raw.show(tables(samples)["steps"])
+    if options.keep:
+        print(raw.keep("guard", samples))
 
 
 if __name__ == "__main__":

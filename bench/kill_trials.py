@@ -1,6 +1,6 @@
 """Kills a random rank of a training run at a random moment, again and again; nothing may be lost.
 
-    python bench/kill_trials.py --trials 60
+    python bench/kill_trials.py --trials 60 [--keep]
 
 A trial trains a small decoder with dropout in one of the layouts, saving after every step, and kills (SIGKILL) a rank: at a
 random moment of the run; or when a checkpoint is being written, a random moment after its directory has appeared; or when
@@ -32,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import raw
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers, re
 
 LAYOUTS = ["dp_shard=2", "tp=2", "pp=2", "dp_shard=3", "dp_shard=2,tp=2", "pp=2,dp_shard=2"]
 MOMENTS = ["any", "writing", "before the rename", "loading"]
+KILLED = ["between saves", "writing", "before the rename", "loading", "too late"]
+"""What was there of a checkpoint when a rank was killed."""
 STEPS, ROWS, VOCAB, DIM = 8, 96, 61, 32
 _PATIENCE = 240.0  # seconds for a run; on a loaded machine new processes alone take some 30
 STARTED, LOADING, LOADED = "started", "loading", "loaded"
@@ -155,8 +158,8 @@ class Killer:
         return found
 
 
-def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, workers: LocalWorkers) -> str:
-    """What was killed, and when; AssertionError where anything was lost."""
+def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, workers: LocalWorkers) -> dict[str, Any]:
+    """Which rank was killed last, and when. Raises AssertionError if anything was lost."""
     chance = random.Random(seed)
     asynchronous, ranks = chance.random() < 0.5, mw.Mesh.parse(layout).size
     with tempfile.TemporaryDirectory(prefix="meshwright-kill-") as name:
@@ -196,9 +199,8 @@ def trial(layout: str, moment: str, seed: int, seconds: float, expected: Any, wo
         assert found.keys() == weights.keys() and all(torch.equal(found[k], weights[k]) for k in weights), (
             "other weights"
         )
-        kind = "asynchronous" if asynchronous else "synchronous"
         after = killer.newest.name if killer.newest else "nothing"
-        return f"rank {killer.rank} of {ranks}, {kind}, {killer.found}, after {after}"
+        return {"rank": killer.rank, "asynchronous": asynchronous, "killed": killer.found, "after": after}
 
 
 def undisturbed(layout: str, workers: LocalWorkers) -> tuple[tuple[dict[str, Tensor], list[float]], float]:
@@ -212,14 +214,27 @@ def undisturbed(layout: str, workers: LocalWorkers) -> tuple[tuple[dict[str, Ten
         return (weights, [line["loss"] for line in metrics.read(Path(name))]), time.monotonic() - times[0]
 
 
+def tables(samples: list[dict[str, Any]]) -> dict[str, raw.Table]:
+    """``trials``: for each layout, how many trials lost nothing, and how many were killed at which moment."""
+    layouts = list(dict.fromkeys(sample["layout"] for sample in samples))
+    rows = [["layout", "trials", "lost nothing", *KILLED]]
+    for layout in layouts:
+        trials = [sample for sample in samples if sample["layout"] == layout]
+        moments = Counter(sample.get("killed") for sample in trials)
+        intact = sum(sample["error"] is None for sample in trials)
+        rows.append([f"`{layout}`", f"{len(trials)}", f"{intact}", *(f"{moments[moment]}" for moment in KILLED)])
+    return {"trials": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others count on")
     parser.add_argument("--moment", choices=MOMENTS, help="only this one")
     parser.add_argument("--layouts", default=";".join(LAYOUTS), help="separated by semicolons")
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/kill_trials.json")
     chosen = parser.parse_args()
-    layouts, failed, when = chosen.layouts.split(";"), 0, Counter[str]()
+    layouts, samples = chosen.layouts.split(";"), list[dict[str, Any]]()
     print(
         f"torch {torch.__version__}, {os.cpu_count()} cores; {STEPS} steps, a checkpoint each; layouts {layouts}",
         flush=True,
@@ -233,17 +248,25 @@ def main() -> None:
             if layout not in known:
                 known[layout] = undisturbed(layout, workers)
             expected, seconds = known[layout]
-            began = time.monotonic()
+            began, sample = time.monotonic(), {"seed": seed, "layout": layout, "error": None}
             try:
-                told = trial(layout, moment, seed, seconds, expected, workers)
-                when[told.split(", ")[2]] += 1
+                sample |= trial(layout, moment, seed, seconds, expected, workers)
             except (AssertionError, mw.PlanError, WorkerError) as error:
-                failed += 1
-                told = f"FAILED: {error}"
+                sample["error"] = str(error)
                 workers.kill()
-            print(f"seed {seed:4}  {layout:16} {told}  ({time.monotonic() - began:.1f} s)", flush=True)
-    print(f"{chosen.trials - failed} of {chosen.trials} trials lost nothing; killed {dict(when)}")
-    sys.exit(failed > 0)
+            samples.append(sample)
+            print(f"seed {seed:4}  {layout:16} {_in_words(sample)}  ({time.monotonic() - began:.1f} s)", flush=True)
+    raw.show(tables(samples)["trials"])
+    if chosen.keep:
+        print(raw.keep("kill_trials", samples))
+    sys.exit(any(sample["error"] is not None for sample in samples))
+
+
+def _in_words(sample: dict[str, Any]) -> str:
+    if sample["error"] is not None:
+        return f"FAILED: {sample['error']}"
+    kind = "asynchronous" if sample["asynchronous"] else "synchronous"
+    return f"rank {sample['rank']}, {kind}, {sample['killed']}, after {sample['after']}"
 
 
 if __name__ == "__main__":

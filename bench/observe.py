@@ -90,8 +90,7 @@ def main() -> None:
             name: workers.run(measured, plan, given.blocks, given.rows, given.rounds, timeout=600)[0]
             for name, plan in PLANS.items()
         }
-    for row in tables(samples)["steps"]:
-        print("  ".join(f"{cell:>24}" for cell in row))
+    raw.show(tables(samples)["steps"])
     if given.keep:
         print(raw.keep("observe", samples))
 

@@ -1,6 +1,6 @@
 """The bubble: how long ranks of a pipeline do nothing, measured, against (p−1)/(m+p−1).
 
-    python bench/pipeline.py [--quick]
+    python bench/pipeline.py [--quick] [--keep]
 
 Two ways. *Computing*: a stack of linear layers on 2 ranks, one core each. *Sleeping*: blocks that sleep in forward and twice
 as long in backward, on 4 ranks: that measures the schedule and the runtime, whatever number of cores there is. Idle is the
@@ -16,6 +16,7 @@ import time
 from statistics import median
 from typing import Any
 
+import raw
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,50 +75,78 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def measure(ranks: int, counts: list[int], rounds: int, sleeping: bool) -> dict[tuple[str, int], tuple[float, ...]]:
-    """Runs on every rank: (schedule, microbatches) → (idle share, seconds of a step, messages, bytes) on rank 0."""
+def measure(ranks: int, counts: list[int], rounds: int, sleeping: bool) -> list[dict[str, Any]]:
+    """Runs on every rank: a sample for each schedule and number of microbatches, with the steps that ``_step`` measured."""
     jobs: dict[tuple[str, int], Any] = {}
-    for m in counts:
-        x = torch.randn(m, 8) if sleeping else torch.randn(m * ROWS, WIDTH)
-        for name in NAPPING if sleeping else SCHEDULES:
-            plan = {"mesh": {"pp": ranks}, "schedule": name, "microbatches": m, "rows": "split"}
+    for microbatches in counts:
+        x = torch.randn(microbatches, 8) if sleeping else torch.randn(microbatches * ROWS, WIDTH)
+        for schedule in NAPPING if sleeping else SCHEDULES:
+            plan = {"mesh": {"pp": ranks}, "schedule": schedule, "microbatches": microbatches, "rows": "split"}
             nap = NAP / (8 // ranks)
-            jobs[name, m] = mw.parallelize(lambda nap=nap: Stack(nap if sleeping else 0.0), plan, batch=(x,)), x
-    found: dict[tuple[str, int], list[tuple[float, ...]]] = {key: [] for key in jobs}
+            job = mw.parallelize(lambda nap=nap: Stack(nap if sleeping else 0.0), plan, batch=(x,))
+            jobs[schedule, microbatches] = job, x
+    steps: dict[tuple[str, int], list[list[float]]] = {key: [] for key in jobs}
     for _ in range(rounds + 1):
         for key, (job, x) in jobs.items():
-            sent = job.pipeline.traffic.sends, job.pipeline.traffic.bytes
-            dist.barrier()
-            job.step((x,))
-            spans = [(a, start, stop) for a, start, stop in job.pipeline.spans]
-            first, last = (torch.tensor(t, dtype=torch.float64) for t in (spans[0][1], spans[-1][2]))
-            dist.all_reduce(first, dist.ReduceOp.MIN)
-            dist.all_reduce(last, dist.ReduceOp.MAX)
-            length = (last - first).item()
-            busy = torch.tensor(sum(b - a for action, a, b in spans if action.kind in COMPUTE), dtype=torch.float64)
-            dist.all_reduce(busy)
-            moved = torch.tensor([job.pipeline.traffic.sends - sent[0], job.pipeline.traffic.bytes - sent[1]])
-            dist.all_reduce(moved)
-            found[key].append((1 - busy.item() / ranks / length, length, *moved.tolist()))
-    return {key: tuple(median(column) for column in zip(*rows[1:], strict=True)) for key, rows in found.items()}
+            steps[key].append(_step(job, x, ranks))
+    kind = "sleeping" if sleeping else "computing"
+    return [
+        {"kind": kind, "ranks": ranks, "schedule": schedule, "microbatches": microbatches, "steps": measured[1:]}
+        for (schedule, microbatches), measured in steps.items()
+    ]
+
+
+def _step(job: Any, x: Tensor, ranks: int) -> list[float]:
+    """The idle share of a step, its seconds, the messages and the bytes that were sent; the same on every rank."""
+    sent = job.pipeline.traffic.sends, job.pipeline.traffic.bytes
+    dist.barrier()
+    job.step((x,))
+    spans = [(action, start, stop) for action, start, stop in job.pipeline.spans]
+    first, last = (torch.tensor(time, dtype=torch.float64) for time in (spans[0][1], spans[-1][2]))
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    dist.all_reduce(last, dist.ReduceOp.MAX)
+    seconds = (last - first).item()
+    busy = torch.tensor(
+        sum(stop - start for action, start, stop in spans if action.kind in COMPUTE), dtype=torch.float64
+    )
+    dist.all_reduce(busy)
+    traffic = torch.tensor([job.pipeline.traffic.sends - sent[0], job.pipeline.traffic.bytes - sent[1]])
+    dist.all_reduce(traffic)
+    return [1 - busy.item() / ranks / seconds, seconds, *traffic.tolist()]
+
+
+def tables(samples: list[dict[str, Any]]) -> dict[str, raw.Table]:
+    """``bubble``: medians over the steps of each schedule, beside what the schedule as data and the formula say."""
+    rows = [
+        ["", "stages", "microbatches", "measured", "schedule", "(p−1)/(m+p−1)", "a step, ms", "messages", "KiB sent"]
+    ]
+    for sample in samples:
+        ranks, schedule, microbatches = sample["ranks"], sample["schedule"], sample["microbatches"]
+        share, seconds, messages, size = (median(column) for column in zip(*sample["steps"], strict=True))
+        stages = 2 * ranks if schedule == "interleaved" else ranks
+        planned = idle(timeline(make_schedule(schedule, ranks, stages, microbatches)))
+        formula = (ranks - 1) / (microbatches + ranks - 1)
+        rows.append([
+            f"{sample['kind']}, {schedule}", f"{stages}", f"{microbatches}", f"{share:.3f}", f"{planned:.3f}",
+            f"{formula:.3f}" if schedule in ("gpipe", "1f1b") else "–",
+            f"{1e3 * seconds:.1f}", f"{messages:.0f}", f"{size / 1024:.0f}",
+        ])  # fmt: skip
+    return {"bubble": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
-    quick = parser.parse_args().quick
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/pipeline.json")
+    options = parser.parse_args()
+    samples = []
     for ranks, sleeping in ((2, False), (4, True)):
-        counts = [ranks, 2 * ranks] if quick else [ranks, 2 * ranks, 4 * ranks]
-        print(f"\n{'sleeping' if sleeping else 'computing'}, pp={ranks}")
-        print("schedule      m   idle  schedule  (p−1)/(m+p−1)   step ms  messages   KiB sent")
+        counts = [ranks, 2 * ranks] if options.quick else [ranks, 2 * ranks, 4 * ranks]
         with mw.local_workers(ranks) as workers:
-            rows = workers.run(measure, ranks, counts, 2 if quick else 7, sleeping, timeout=900)[0]
-        for (name, m), (share, seconds, messages, moved) in rows.items():
-            stages = 2 * ranks if name == "interleaved" else ranks
-            planned = idle(timeline(make_schedule(name, ranks, stages, m)))
-            formula = f"{(ranks - 1) / (m + ranks - 1):.3f}" if name in ("gpipe", "1f1b") else "    –"
-            print(f"{name:12} {m:2}  {share:.3f}     {planned:.3f}          {formula:>5}  {1e3 * seconds:8.1f}"
-                  f"  {messages:8.0f}  {moved / 1024:9.0f}")  # fmt: skip
+            samples += workers.run(measure, ranks, counts, 2 if options.quick else 7, sleeping, timeout=900)[0]
+    raw.show(tables(samples)["bubble"])
+    if options.keep:
+        print(raw.keep("pipeline", samples))
 
 
 if __name__ == "__main__":

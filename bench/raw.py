@@ -75,6 +75,14 @@ def filled(page: str, folder: Path = FOLDER) -> str:
     return PLACE.sub(of_place, page)
 
 
+def show(table: Table) -> None:
+    """Prints a table, its columns aligned."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for first, *others in table:
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([f"{first:<{widths[0]}}", *cells]))
+
+
 def _markdown(table: Table) -> str:
     titles, *rows = table
     lines = [titles, ["---"] * len(titles), *rows]

@@ -83,6 +83,7 @@ WAITS = (
          _command("check", "hf:gpt2", "--mesh", "tp=2", "--set", SMALL)),
     Wait("unet", "planning: a U-Net of 953 events, pp=8,tp=2: beyond import", 10.0, _script("unet"),
          beyond=_script("nothing")),
+    Wait("demo", "make demo, after the install", 90.0, (str(Path(__file__).parents[1] / "examples" / "demo.py"),)),
 )  # fmt: skip
 
 

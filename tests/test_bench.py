@@ -8,9 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import branches
 import pytest
 import raw
+from branches import ONE, PLANNED, TENSOR
 
+TIMES = {
+    PLANNED: [[0.1, 0.2]] * 3,
+    TENSOR: [[0.2, 0.2]] * 3,
+    "one process, 1 thread": [[0.16, 0.16]] * 3,
+}
 SAMPLES: dict[str, Any] = {
     "overhead": {
         "meshes": {"tp=2": {"meshwright": [0.2, 0.3, 0.4], "by hand": [0.1, 0.3, 0.2], "collectives": ["a", "b"]}},
@@ -40,7 +47,59 @@ SAMPLES: dict[str, Any] = {
             "observed": {"wall": [0.2, 0.2], "cpu": [0.1, 0.2]},
         }
     },
-}
+    "pipeline": [
+        {
+            "kind": "computing",
+            "ranks": 2,
+            "schedule": "gpipe",
+            "microbatches": 2,
+            "steps": [[0.25, 0.1, 4, 2048], [0.5, 0.2, 4, 2048], [0.75, 0.3, 4, 2048]],
+        }
+    ],
+    "checkpoint": {
+        "bytes": 4_000_000,
+        "share": 2_000_000,
+        "ways": {
+            "save: ours": [[[1.0, 0], [2.0, 3_000_000]], [[3.0, 0], [1.0, 0]]],
+            "save: ours, async: training waits": [[[0.1, 0], [0.1, 0]], [[0.1, 0], [0.1, 0]]],
+        },
+    },
+    "kill_trials": [
+        {"seed": 0, "layout": "tp=2", "error": None, "rank": 1, "asynchronous": True, "killed": "writing", "after": "a"},
+        {"seed": 1, "layout": "tp=2", "error": "other losses"},
+    ],
+    "guard": [
+        {
+            "mesh": "tp=2",
+            "blocks": 4,
+            "comparison": [23, 208],
+            "ranks": [
+                [[[0.2, 0.1]] * 2, [[0.1, 0.1]] * 2, [[0.1, 0.1]] * 2],
+                [[[0.1, 0.3]] * 2, [[0.1, 0.1]] * 2, [[0.1, 0.2]] * 2],
+            ],
+        }
+    ],
+    "branches": {
+        "rates": {
+            "flops": 93e9, "bandwidth": 39e9, "link": 1.2e9, "latency": 116e-6, "function": 5.7e-6, "job_call": 29e-6,
+            "job_step": 5.7e-3,
+        },
+        "balanced": [{"depth": 8, "tokens": 128, "times": TIMES, "moved": {PLANNED: [2, 2048], TENSOR: [32, 4096]}}],
+        "sweep": [
+            {
+                "rows": 1,
+                "blocks": [1, 2],
+                "times": {ONE: TIMES[PLANNED], PLANNED: TIMES[TENSOR], TENSOR: TIMES[PLANNED]},
+                "predicted": {
+                    side: {"fastest": fastest, "seconds": {ONE: 0.1, PLANNED: 0.2, TENSOR: 0.3}}
+                    for side, fastest in ((branches.WITH, ONE), (branches.WITHOUT, PLANNED))
+                },
+            }
+        ],
+        "bytes": {"depth": 2, "branches": 1000, "fsdp": 2000, "branches_predicted": 1000, "fsdp_predicted": 2000},
+        "tracks": [{"depth": 4, "sizes": [16, 32, 64, 32], "times": TIMES, "moved": {PLANNED: [8, 1], TENSOR: [52, 1]}}],
+    },
+}  # fmt: skip
 ROWS = {
     "overhead/steps": "| `tp=2` | 300 ms | 200 ms | 1.50 | 1.00 to 2.00 |",
     "overhead/collectives": "| `tp=2` | a | b |",
@@ -49,6 +108,18 @@ ROWS = {
     "ratios/all": "| vit, 4 × 64, 4 × 16 | `dp_replicate=2` | ddp | 2.00 | 2.00 | 2.00 | 2.00 to 3.00 | 200.0 | a | none |",
     "startup/waits": "| import | 0.2 | 0.2 | 4.0 |",
     "observe/steps": "| `tp=2` | 150.0 | 200.0 | 1.50 (0.75 to 2.25) | 100.0 | 150.0 |",
+    "pipeline/bubble": "| computing, gpipe | 2 | 2 | 0.500 | 0.333 | 0.333 | 200.0 | 4 | 2 |",
+    "checkpoint/ways": "| save: ours | 2.50 | 2 | 3 |",
+    "kill_trials/trials": "| `tp=2` | 2 | 1 | 0 | 1 | 0 | 0 | 0 |",
+    "guard/steps": "| `tp=2` | 4 | 100.0 | 200.0 | 100.0% | 1.00% | 0.0% | 200.0 | 300.0 | 0.50% | 23 | 208 |",
+    "branches/rates": "| 93 | 39.0 | 1.20 | 232 | 5.7 | 29 | 5.7 |",
+    "branches/balanced": f"| 128 | {TENSOR} | 200.0 | 200.0 | 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) | 32 | 4 |",
+    "branches/sweep": f"| 1 | 1:2 | 100.0, 100.0 | – | 100.0, 300.0 | 200.0, 200.0 | {ONE} | {ONE} |",
+    "branches/scores": f"| {branches.WITH} | 1 of 1 | 1 of 1 | 1 of 1 | 1 of 1 |",
+    "branches/bytes": "| FSDP of the model, `dp_shard=4` | 2,000 | 2,000 |",
+    "branches/tracks": (
+        "| 16 sequences of 32 | 160.0 ms | 100.0 ms | 200.0 ms | 8, 52 | 0.80 (0.80 to 0.80) | 0.40 (0.40 to 0.40) |"
+    ),
 }
 
 
