@@ -374,6 +374,39 @@ def test_a_trial_leaves_parameters_that_the_forward_places_or_writes_as_they_wer
         assert max(furthest) < 1e-5, furthest
 
 
+class Renormed(Tokens):
+    """Looks up rows of a table, which it scales down first. Most rows of the batch have rows of their own in the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.Embedding(8 * CLASSES, WIDTH, max_norm=1.0)
+
+    def forward(self, ids, labels):
+        x = self.table(ids) + self.pairs(7 * ids + ids.roll(1, 1))
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+class WritesThroughAView(Tokens):
+    """Moves a parameter by what it sees of the rows, through a view of it without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(2, WIDTH))
+
+    def mixed(self, x):
+        with torch.no_grad():
+            self.centre.detach()[0].mul_(0.5).add_(x.mean((0, 1)))
+        return x - self.centre.sum(0), 0.0
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2", {"mesh": "pp=2", "microbatches": 2}], ids=str)
+def test_a_write_to_a_parameter_that_depends_on_rows_couples_them(plan, workers):
+    """In a trial in float64 these writes went to a copy. Microbatches and data ranks each wrote for their own rows: a wrong loss in the
+    second step, or replicas that differ."""
+    for furthest in workers.run(two_steps_in_float32, [Renormed, WritesThroughAView], plan, ranks=2):
+        assert max(furthest) < 1e-5, furthest
+
+
 class Keeping(Tokens):
     """Keeps something of each forward in plain attributes."""
 

@@ -226,6 +226,35 @@ def test_an_object_is_in_the_recompute_what_it_was_in_the_forward(sets: bool, me
     assert report.passed, str(report)
 
 
+class Swapped(nn.Module):
+    """Calls each block with other tensors in the place of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            scaled = {name: 1.5 * p for name, p in block.named_parameters()}
+            x = x + torch.func.functional_call(block, scaled, (x,))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=1"}, {"mesh": "dp_shard=2"}, {"mesh": "pp=2"}], ids=str)
+def test_a_block_that_runs_with_other_tensors_as_parameters_keeps_its_activations(
+    plan: Any, workers: LocalWorkers
+) -> None:
+    """They are gone when the backward would run it again. It ran with the block's own: loss right, gradients wrong."""
+    report = mw.check(
+        Swapped, (rows(),), {**plan, "recompute": "blocks"}, loss=lambda x: x, workers=workers, dtype=torch.float64
+    )
+    assert report.passed, str(report)
+    recipe = mw.make_recipe(Swapped, {**plan, "recompute": "blocks"}, (rows(),), loss=lambda x: x)
+    assert any(
+        "keeps its activations: its forward runs with another tensor in the place of" in note for note in recipe.notes
+    )
+
+
 class Force(nn.Module):
     """The gradient of an energy by its input: what was dropped of the energy's forward is made again before the block ends."""
 

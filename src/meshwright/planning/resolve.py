@@ -42,7 +42,7 @@ from meshwright.planning.passes.parameters import (
 from meshwright.planning.passes.program import record_forward
 from meshwright.planning.passes.recompute import (
     choose_recompute,
-    keep_input_written_later,
+    keep_changed_later,
     recompute_in_branches,
     recompute_in_stages,
 )
@@ -72,7 +72,7 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (
     find_blocks, record_forward, place_branches, stop_if_wrong,
     # 3  units and shards
     choose_units, choose_recompute, shard_over_tp, check_refused, stop_if_wrong, close_units, keep_written,
-    keep_objects, keep_input_written_later,
+    keep_objects, keep_changed_later,
     # 4  stages
     cut_into_stages, choose_schedule, keep_units_in_stages, recompute_in_stages, tell_shared, place_buffers,
     recompute_in_branches, keep_units_in_branches, check_shared, stop_if_wrong,

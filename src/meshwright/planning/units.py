@@ -123,6 +123,7 @@ class Uses:
         called: units that ran, in the order of their first call.
         swapped: unit → a parameter that the forward had replaced by another tensor when the unit ran.
         rewritten: modules of ``recomputed`` whose input was written in place after their forward.
+        swapped_when_recomputed: module of ``recomputed`` → a parameter that the forward had replaced by another tensor.
         differentiates: whether the forward asked for gradients itself.
         escapes: tensors that units pass on without FSDP2 seeing them.
     """
@@ -147,6 +148,7 @@ class Uses:
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
+        self.swapped_when_recomputed: dict[str, str] = {}
         # (Module of ``recomputed``, an input, its version counter.)
         self._inputs: list[tuple[str, Tensor, int | None]] = []
         self.escapes = Escapes(candidates)
@@ -226,6 +228,9 @@ class Uses:
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensors = map(local_of, tensors_of((args, kwargs)))
             self._inputs += [(name, t, version(t)) for t in tensors]
+            swapped = [key for key, p in module.named_parameters() if id(self.own(p)) not in self.owners]
+            if swapped:
+                self.swapped_when_recomputed[name] = swapped[0]
 
         return keep
 

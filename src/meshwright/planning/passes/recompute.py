@@ -22,13 +22,16 @@ def choose_recompute(draft: Draft) -> Draft:
     return replace(draft, recompute=tuple(dict.fromkeys([*blocks, *named])))
 
 
-def keep_input_written_later(draft: Draft) -> Draft:
-    """Drops modules whose input is written in place after their forward: a recomputation would read the new contents."""
-    written = draft.uses.rewritten if draft.uses is not None else set[str]()
-    notes = (
-        f"{r} keeps its activations: its input is written to after its forward" for r in draft.recompute if r in written
-    )
-    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in written)).noted(notes)
+def keep_changed_later(draft: Draft) -> Draft:
+    """Drops modules that a recomputation would give other tensors: modules whose input is written in place after their forward,
+    and modules whose parameters the model replaces for the time of a forward (``torch.func.functional_call``)."""
+    if draft.uses is None:
+        return draft
+    swapped = draft.uses.swapped_when_recomputed
+    why = {r: f"its forward runs with another tensor in the place of {name}" for r, name in swapped.items()}
+    why |= dict.fromkeys(draft.uses.rewritten, "its input is written to after its forward")
+    notes = (f"{r} keeps its activations: {why[r]}" for r in draft.recompute if r in why)
+    return replace(draft, recompute=tuple(r for r in draft.recompute if r not in why)).noted(notes)
 
 
 def recompute_in_stages(draft: Draft) -> Draft:

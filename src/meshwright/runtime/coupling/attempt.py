@@ -65,6 +65,11 @@ class Forwards:
     agreed: Agreed
     in_parts: bool
 
+    def written(self) -> list[nn.Parameter]:
+        """The parameters that a forward may write to."""
+        slots = (getattr(module, name) for module, name in self.changed)
+        return [t for t in slots if isinstance(t, nn.Parameter) and not t.is_meta]
+
 
 @dataclass(frozen=True)
 class Computing:

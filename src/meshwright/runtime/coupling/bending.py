@@ -79,7 +79,12 @@ class Site:
 
 @contextmanager
 def bending(
-    model: nn.Module, modes: list[BendingMode], to_reverse: Collection[int] = (), of_batch: Collection[int] = ()
+    model: nn.Module,
+    modes: list[BendingMode],
+    to_reverse: Collection[int] = (),
+    of_batch: Collection[int] = (),
+    *,
+    written: Collection[Tensor] = (),
 ) -> Iterator[None]:
     """A context for a forward in float64 with perturbed weights (float64.py), in which values are bent.
 
@@ -88,6 +93,7 @@ def bending(
             runs again with gradients.)
         to_reverse: the comparisons to reverse, by their numbers in an earlier forward.
         of_batch: the corners of values of the batch alone that are bent, by their numbers in an earlier forward.
+        written: the parameters that the forward may write to.
     """
     mode = BendingMode(to_reverse, of_batch)
     handle = model.register_forward_pre_hook(mode.entered, with_kwargs=True)
@@ -96,7 +102,7 @@ def bending(
     transforms = transformed_functions(mode.transformed)
     try:
         with (
-            in_float64(perturbed=True),
+            in_float64(perturbed=True, written=written),
             mode,
             collectives,
             transforms,

@@ -7,7 +7,7 @@ other weights. No parameter is changed: the mode converts it for each function t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from meshwright.private import pytree
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
+from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, is_fact, writes
+from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, aliases, is_fact, writes
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -48,16 +49,17 @@ _LOOKUPS = frozenset(
 
 
 @contextmanager
-def in_float64(*, perturbed: bool) -> Iterator[None]:
+def in_float64(*, perturbed: bool, written: Collection[Tensor] = ()) -> Iterator[None]:
     """While on, torch functions compute in float64.
 
     Args:
         perturbed: whether parameters have slightly changed values, which are equal in every forward.
+        written: the parameters that a forward may write to.
     """
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Mode(perturbed=perturbed):
+        with Float64Mode(perturbed=perturbed, written=written):
             yield
     finally:
         torch.set_default_dtype(default_dtype)
@@ -67,9 +69,10 @@ class Float64Mode(FunctionMode):
     """Converts the floating-point arguments of torch functions to float64. A function that refuses them gets the original
     arguments."""
 
-    def __init__(self, *, perturbed: bool) -> None:
+    def __init__(self, *, perturbed: bool, written: Collection[Tensor]) -> None:
         super().__init__()
         self._perturbed = perturbed
+        self._written = {_memory(local_tensor(p)) for p in written}
         self._converted = TensorTable[Tensor]()  # result of a conversion → the parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,6 +86,13 @@ class Float64Mode(FunctionMode):
             return _WIDER[args[0].dtype]
         if func == GET_DATA or is_fact(func) or _is_lookup(func, args, kwargs):
             return func(*args, **kwargs)  # (a write to ``p.data`` must reach the parameter, in its own dtype)
+        if (
+            self._written
+            and aliases(func)
+            and type(args[0]) in (Tensor, nn.Parameter)
+            and _memory(args[0]) in self._written
+        ):
+            return func(*args, **kwargs)  # (so must a write to ``p.detach()`` or ``p[0]``)
         if GlobalTensor in types:  # in the Python body of a torch function: the local functions compute in float64
             with self:
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)
@@ -130,6 +140,11 @@ class Float64Mode(FunctionMode):
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _WIDER or x.is_meta:
             return x
         return _perturbed_values(x) if is_parameter(x) and self._perturbed else x.to(_WIDER[x.dtype])
+
+
+def _memory(t: Tensor) -> int:
+    """The address of a tensor's storage."""
+    return t.untyped_storage().data_ptr()
 
 
 def _has_fractions(t: Tensor) -> bool:

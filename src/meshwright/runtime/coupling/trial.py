@@ -91,8 +91,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     native = Computing(dtype, nullcontext, wide=False)
     for computing in (
-        Computing(torch.float64, partial(in_float64, perturbed=True), wide=True),
-        Computing(torch.float64, partial(in_float64, perturbed=False), wide=True),
+        Computing(torch.float64, partial(in_float64, perturbed=True, written=forwards.written()), wide=True),
+        Computing(torch.float64, partial(in_float64, perturbed=False, written=forwards.written()), wide=True),
         native,
     ):
         attempt = Attempt(rows, forwards, computing, first=first)
@@ -153,7 +153,12 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
     for gradients in (torch.no_grad,) if forwards.in_parts else (graph_alone, torch.enable_grad):
         seen: list[BendingMode] = []
-        computing = Computing(torch.float64, partial(bending, forwards.model, seen), wide=True, gradients=gradients)
+        computing = Computing(
+            torch.float64,
+            partial(bending, forwards.model, seen, written=forwards.written()),
+            wide=True,
+            gradients=gradients,
+        )
         attempt = Attempt(rows, forwards, computing, first=first)
         outcome = _tried(attempt, forwards)
         if outcome.most != _FAILED:
@@ -233,7 +238,8 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     of a path may be multiplied by a gate that is zero.
     """
     for perturbed in (False, True):
-        computing = Computing(torch.float64, partial(in_float64, perturbed=perturbed), wide=True)
+        mode = partial(in_float64, perturbed=perturbed, written=forwards.written())
+        computing = Computing(torch.float64, mode, wide=True)
         attempt = Attempt(rows, forwards, computing, first=first)
         for compared in (partial(attempt.compared, way), attempt.compared_by_noise):
             try:
@@ -254,9 +260,8 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
 
 def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     """Whether the loss of all rows is finite, but that of the first rows or of the rest is not; the same on every rank."""
-    attempt = Attempt(
-        rows, forwards, Computing(torch.float64, partial(in_float64, perturbed=False), wide=True), first=first
-    )
+    computing = Computing(torch.float64, partial(in_float64, perturbed=False, written=forwards.written()), wide=True)
+    attempt = Attempt(rows, forwards, computing, first=first)
     try:
         together = attempt.finite_together_alone(way)
     except StageError:
