@@ -32,7 +32,7 @@ from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import copied, mapped, plain
-from meshwright.runtime.rows.label_counter import CountRecorder
+from meshwright.runtime.rows.label_program import CountRecorder
 from meshwright.runtime.rows.loss import Loss, check_loss, one_number, output_loss
 from meshwright.runtime.rows.microbatches import call_model
 from meshwright.runtime.rows.sharing import shared_inputs

@@ -91,7 +91,7 @@ class Snapshot:
     optimizers: Sequence[OptimizerContents]
     run: Mapping[str, Any]
     files: Mapping[str, str]
-    time_and_versions: Mapping[str, Any]
+    about: Mapping[str, Any]
 
     def staged(self, staging: Staging) -> Snapshot:
         """The snapshot with copies of its tensors, which training does not write to. Other values are copies already."""
