@@ -65,6 +65,7 @@ from meshwright.private import (
     is_done,
     job_store,
     last_collective,
+    memory_facts,
     modes_are_asked,
     norms_of,
     python_body,
@@ -851,6 +852,31 @@ def test_what_a_forward_changed_is_put_back_by_the_table_of_a_modules_buffers() 
     assert set(snapshot.changed(())) == {("", "running_mean"), ("", "later")}
     snapshot.put_back()
     assert module.running_mean is before and module._buffers["later"] is None
+
+
+def test_what_changes_of_a_tensor_that_stays_the_same_object_is_seen() -> None:
+    x = torch.zeros(4)
+    for change in (
+        lambda: x.add_(1),
+        lambda: x[:2].mul_(2),
+        lambda: x.requires_grad_(),
+        lambda: setattr(x, "data", torch.zeros(4)),
+        lambda: setattr(x, "data", x.data[:2]),
+        lambda: setattr(x, "data", x.data.view(2, 1)),
+        lambda: setattr(x, "data", x.data.t()),
+        lambda: x.requires_grad_(False),
+        lambda: setattr(x, "data", x.data.view(torch.int32)),
+    ):
+        before = memory_facts(x)
+        assert before is not None and memory_facts(x) == before
+        change()
+        assert memory_facts(x) != before
+    complex_, wrapped = torch.zeros(2, dtype=torch.complex64), []
+    torch.vmap(lambda t: (wrapped.append(memory_facts(t)), t)[1])(torch.zeros(2, 2))
+    with torch.inference_mode():
+        inference = torch.zeros(1)
+    unknown = (complex_, complex_.conj().imag, complex_.to_sparse(), inference)
+    assert [*map(memory_facts, unknown), *wrapped] == [None] * 5
 
 
 def test_a_conversion_of_a_module_is_told_by_who_calls() -> None:

@@ -112,6 +112,19 @@ def set_version(local: Tensor, number: int | None) -> None:
         torch._C._autograd._unsafe_set_version_counter((local,), (number,))
 
 
+def memory_facts(t: Tensor) -> tuple[Any, ...] | None:
+    """Where a plain tensor lies in memory, how often that was written, and whether it requires a gradient: all that can change
+    while it stays the same object. None if it is a wrapper, or may lie there in another way (negated, conjugated).
+
+    There is no public way to ask how often a tensor was written, nor whether a transform of ``torch.func`` has wrapped it.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(t) or t.is_inference():
+        return None
+    if t.layout is not torch.strided or t.is_complex() or t.is_neg():
+        return None
+    return t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
+
+
 def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The bases of those tensors that are views to autograd and require a gradient, if the FSDP2 unit made the base.
 

@@ -21,7 +21,8 @@ from meshwright.private import pytree
 _DEPTH = 6  # how many plain objects to look into, one within the other
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (dict, set, frozenset, *_SEQUENCES)
-_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice))
+# Types of values that hold no tensors and never change.
+PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, slice))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -42,7 +43,7 @@ def _map(fn: Callable[[Tensor], Any], value: Any, depth: int, around: tuple[int,
         return kind([_map(fn, item, depth, around) for item in value])
     if kind is dict:
         return {key: _map(fn, item, depth, around) for key, item in value.items()}
-    return value if kind in _PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth, around), value)
+    return value if kind in PLAIN else pytree.tree_map(lambda leaf: _mapped(fn, leaf, depth, around), value)
 
 
 def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -56,7 +57,7 @@ def put_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     if not isinstance(value, (list, deque, dict)) or kind not in pytree.SUPPORTED_NODES:
         return _map(fn, value, _DEPTH)
     for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        new = item if type(item) in _PLAIN else put_tensors(fn, item)
+        new = item if type(item) in PLAIN else put_tensors(fn, item)
         if new is not item:
             value[key] = new
     return value
@@ -73,7 +74,7 @@ def is_constant(value: Any) -> bool:
     """Whether a value is a number, a string or the like, or a container of nothing else."""
     if isinstance(value, dict):
         return all(map(is_constant, value.values()))
-    return type(value) in _PLAIN or (isinstance(value, (set, *_SEQUENCES)) and all(map(is_constant, value)))
+    return type(value) in PLAIN or (isinstance(value, (set, *_SEQUENCES)) and all(map(is_constant, value)))
 
 
 def holds_code(value: Any) -> bool:
@@ -116,13 +117,13 @@ def _look(
         leaves.append((value, bool(around)))
     elif kind is tuple or kind is list:  # most calls: these branches take a tenth of pytree's time
         for item in value:
-            if type(item) not in _PLAIN:
+            if type(item) not in PLAIN:
                 _look(item, leaves, looked_at, depth, around)
     elif kind is dict:
         for item in value.values():
-            if type(item) not in _PLAIN:
+            if type(item) not in PLAIN:
                 _look(item, leaves, looked_at, depth, around)
-    elif kind not in _PLAIN:
+    elif kind not in PLAIN:
         for leaf in pytree.tree_leaves(value):
             leaves.append((leaf, bool(around)))
             if depth and not isinstance(leaf, Tensor) and _is_object(leaf) and id(leaf) not in around:
@@ -168,7 +169,7 @@ def snapshot(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 def _snapshot(item: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], depth: int) -> Any:
     kind = type(item)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return item
     if kind is tuple or kind is list:  # most containers: pytree takes ten times as long
         return kind([_snapshot(part, fn, copies, depth) for part in item])
@@ -192,7 +193,7 @@ def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], d
             return leaf
         attributes = attributes_in(new)
         for key, inner in list(attributes.items()):
-            if type(inner) not in _PLAIN:
+            if type(inner) not in PLAIN:
                 attributes[key] = _snapshot(inner, fn, copies, depth - 1)
     return copies[id(leaf)]
 
@@ -200,7 +201,7 @@ def _copied(leaf: Any, fn: Callable[[Tensor], Tensor], copies: dict[int, Any], d
 def _shallow_copy(value: Any) -> Any:
     """``copy.copy`` of a plain object. Most classes leave it to Python how they are copied, and need not be asked: a snapshot
     of a cache copies an object for each layer, and with ``copy.copy`` takes 1.4 times as long."""
-    if not _kind_of(value).copied_by_python:
+    if not is_copied_by_python(value):
         return copy.copy(value)
     new = object.__new__(type(value))
     vars(new).update(vars(value))
@@ -250,7 +251,7 @@ def is_plain_object(value: Any) -> bool:
     """Whether a value is an object of a class of the model's, and so may be part of its state. Not a module, not a tensor, and
     not an object of torch, of this package or of Python's library (a logger, a lock)."""
     return (
-        type(value) not in _PLAIN
+        type(value) not in PLAIN
         and not isinstance(value, (Tensor, nn.Module, type, *_CONTAINERS))
         and _kind_of(value).of_the_model
     )
@@ -303,6 +304,11 @@ def _kind_of(value: Any) -> _Kind:
     return kind
 
 
+def is_copied_by_python(value: Any) -> bool:
+    """Whether ``copy.copy`` of a plain object makes an empty one and gives it the attributes, and calls no method."""
+    return _kind_of(value).copied_by_python
+
+
 def attributes_in(value: Any) -> MutableMapping[str, Any]:
     """The attributes of an object as a mapping that can be written. No property and no method of the object is called."""
     slots = _kind_of(value).slots
@@ -353,7 +359,7 @@ def plain_objects(name: str, value: Any, seen: set[int], depth: int = _DEPTH) ->
         name: the name of the attribute, with which the dotted names begin.
         seen: ids of the objects that have been looked into; they are added.
     """
-    if type(value) in _PLAIN or not depth or id(value) in seen:
+    if type(value) in PLAIN or not depth or id(value) in seen:
         return
     if is_plain_object(value):
         yield name, value
@@ -366,7 +372,7 @@ def plain_objects(name: str, value: Any, seen: set[int], depth: int = _DEPTH) ->
         return
     seen.add(id(value))
     for key, part in parts:
-        if type(part) not in _PLAIN:
+        if type(part) not in PLAIN:
             yield from plain_objects(f"{name}.{key}", part, seen, depth - 1)
 
 

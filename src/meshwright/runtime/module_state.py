@@ -7,7 +7,7 @@ Parameters, submodules and other hooks are not part of it: they belong to the op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -38,6 +38,100 @@ _MAPPINGS = (dict, MutableMapping)  # a dict first: ``MutableMapping`` alone tak
 _Holder = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]  # what state is stored in, and written back to
 
 
+class Contents:
+    """The containers with state of a module and of its submodules, and the items in each: a snapshot without the values of
+    tensors.
+
+    Finding the containers takes most of the time of a snapshot. The next snapshot may use the same ``Contents``, if nothing has
+    been replaced, added or removed (``is_current``).
+
+    Attributes:
+        items: (container, its items).
+        tensors: for each container, the tensors in it that are state.
+        may_be_kept: whether the items may be kept for longer than the graph of a forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = list(_owned_holders(module))
+        self.items = [(holder, content_of(holder)) for _, holder in found]
+        self.tensors = [[t for value in _values(holder) for t in _state_tensors(value)] for _, holder in found]
+        self._owners = [(owner, holder) for owner, holder in found if owner is not None]
+        modules = [owner for owner, _ in self._owners if isinstance(owner, nn.Module)]
+        self.may_be_kept = _may_all_be_kept(found, modules)
+        # The children of modules are no state, but modules are found through them.
+        self._watched: list[Any] = [holder for _, holder in found] + [vars(m)["_modules"] for m in modules]
+        self._mappings = [holder for holder in self._watched if isinstance(holder, _MAPPINGS)]
+        self._then = self._now()
+
+    def is_current(self) -> bool:
+        """Whether all containers still are where they were, with the same objects in them."""
+        if not all(vars(owner) is holder for owner, holder in self._owners):
+            return False
+        lengths, keys, values = self._now()
+        lengths_then, keys_then, values_then = self._then
+        # (Of each container, as an item may have moved from the end of one list to the begin of the next one.)
+        return lengths == lengths_then and all(map(is_, keys, keys_then)) and all(map(is_, values, values_then))
+
+    def _now(self) -> tuple[list[int], list[Any], list[Any]]:
+        """(the length of each container, their keys or items, the values of mappings)."""
+        lengths, keys = list(map(len, self._watched)), list(chain.from_iterable(self._watched))
+        return lengths, keys, list(chain.from_iterable([m.values() for m in self._mappings]))
+
+
+def _may_all_be_kept(found: list[tuple[Any, _Holder]], modules: list[nn.Module]) -> bool:
+    """Whether all items of containers may be kept, and are enough to tell that a new search would find the same containers.
+
+    Args:
+        found: (owner, container), for all containers.
+        modules: the owners that are modules.
+    """
+    if not all(isinstance(holder, (dict, list, set, deque)) for _, holder in found):  # one that is made for each look
+        return False
+    containers, hooks = {id(holder) for _, holder in found}, {id(vars(m)[name]) for m in modules for name in _HOOKS}
+    items = [value for _, holder in found if id(holder) not in hooks for value in _values(holder)]
+    return all(_may_be_kept(value, containers) for value in items)
+
+
+def _may_be_kept(value: Any, containers: Container[int]) -> bool:
+    """Not a tensor with a graph; nor a container of parameters, which the search passes over, and may not do next time.
+
+    Args:
+        containers: ids of those that were found.
+    """
+    if isinstance(value, Tensor):
+        return isinstance(value, nn.Parameter) or (type(value) is Tensor and not value.requires_grad)
+    if isinstance(value, tuple):
+        return all(_may_be_kept(item, containers) for item in value)
+    return not isinstance(value, (dict, list, set, deque)) or id(value) in containers or not holds_parameters(value)
+
+
+def _state_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of the state in an item: the item, or those in a tuple."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _state_tensors(item)
+    elif is_state(value):
+        yield value
+
+
+class ModuleStates:
+    """Takes snapshots of the state of one module, before each of its forwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._contents: Contents | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_module": self._module, "_contents": None}  # a copy of the module has containers of its own
+
+    def now(self) -> ModuleState:
+        contents = self._contents
+        if contents is None or not contents.is_current():
+            contents = Contents(self._module)
+            self._contents = contents if contents.may_be_kept else None
+        return ModuleState(self._module, contents=contents)
+
+
 class ModuleState:
     """A snapshot of the state of a module and of its submodules.
 
@@ -45,29 +139,26 @@ class ModuleState:
 
     Args:
         parameters: parameters that a forward may write to (in a momentum encoder: a moving average of others).
+        contents: those of now, if they are known.
     """
 
-    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Iterable[nn.Parameter] = (), *, contents: Contents | None = None
+    ) -> None:
         self._module = module
         self._parameters = [_Written.of(p) for p in parameters]
-        self._contents: list[tuple[_Holder, Any]] = []  # (container, its content)
-        self._copied: list[bool] = []  # for each container, whether there are copied tensors in it
+        self._contents = Contents(module) if contents is None else contents
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor → (the tensor, its copy)
-        for holder in holders(module):
-            self._contents.append((holder, content_of(holder)))
-            copied = [self._copy_within(value) for value in _values(holder)]
-            self._copied.append(any(copied))
+        copied = [list(map(self._keep, tensors)) for tensors in self._contents.tensors]
+        self._copied = list(map(any, copied))  # for each container, whether there are copied tensors in it
 
     def now(self) -> ModuleState:
         """A new snapshot of the same module and parameters."""
         return ModuleState(self._module, [p.parameter for p in self._parameters])
 
-    def _copy_within(self, value: Any) -> bool:
-        """Copies a tensor, or the tensors in a tuple. Returns whether there is a copy of one."""
-        if isinstance(value, tuple):
-            copied = [self._copy_within(item) for item in value]
-            return any(copied)
-        if not is_state(value) or value.requires_grad:
+    def _keep(self, value: Tensor) -> bool:
+        """Copies a tensor. Returns whether there is a copy of it."""
+        if value.requires_grad:
             return False
         if id(value) not in self._copies:
             self._copies[id(value)] = value, _copy(value)
@@ -77,20 +168,24 @@ class ModuleState:
     def restored(self) -> Iterator[None]:
         """A context in which modules have the state of the snapshot, in new copies of its tensors. Afterwards they have their
         earlier state again."""
-        before = [(holder, content_of(holder)) for holder, _ in self._contents]
+        contents = self._contents
+        unchanged = contents.is_current()
+        before = contents.items if unchanged else [(holder, content_of(holder)) for holder, _ in contents.items]
         copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
         written = [_Written.of(p.parameter) for p in self._parameters]
-        for (holder, content), copied in zip(self._contents, self._copied, strict=True):
-            if copied or not _has_content(holder, content):
-                fill(holder, content, copies)
+        if copies or not unchanged:
+            for (holder, content), copied in zip(contents.items, self._copied, strict=True):
+                if copied or not _has_content(holder, content):
+                    fill(holder, content, copies)
         for p in self._parameters:
             p.restore()
         try:
             yield
         finally:
-            for holder, content in before:
-                if not _has_content(holder, content):
-                    fill(holder, content)
+            if not (unchanged and contents.is_current()):
+                for holder, content in before:
+                    if not _has_content(holder, content):
+                        fill(holder, content)
             for p in written:
                 p.restore()
 
@@ -160,11 +255,10 @@ class Leftovers:
         if self._candidates is None or not self._is_unchanged():
             self._search()
         seen: set[int] = set()
-        for holder in (
-            holder for submodule in self._candidates or () for holder in _holders_of_module(submodule, seen)
-        ):
-            if any(map(_has_global_tensor, _values(holder))):
-                _gather_tensors(holder)
+        for submodule in self._candidates or ():
+            for _, holder in _holders_of_module(submodule, seen):
+                if any(map(_has_global_tensor, _values(holder))):
+                    _gather_tensors(holder)
 
     def _search(self) -> None:
         """Finds the modules that may have global tensors, and notes the values of the others."""
@@ -237,31 +331,36 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in vars(module).items() if key not in _INTERNAL)
 
 
-def holders(module: nn.Module) -> Iterator[_Holder]:
+def _owned_holders(module: nn.Module) -> Iterator[tuple[Any, _Holder]]:
     """Every container with state of a module and of its submodules: the dicts of their attributes and buffers, and containers
-    in attributes."""
+    in attributes.
+
+    Yields:
+        (the module or object whose attributes the container is, else None; the container).
+    """
     seen: set[int] = set()
     for submodule in module.modules():
         yield from _holders_of_module(submodule, seen)
 
 
-def _holders_of_module(module: nn.Module, seen: set[int]) -> Iterator[_Holder]:
+def _holders_of_module(module: nn.Module, seen: set[int]) -> Iterator[tuple[Any, _Holder]]:
     """The containers with state of one module; ``seen``: ids of objects that were looked at before."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    yield buffers_in(module)
+    yield None, buffers_in(module)
     if is_scripted(module):
         return
     attributes = vars(module)
-    yield attributes
-    yield from (attributes[name] for name in _HOOKS)
+    yield module, attributes
+    for name in _HOOKS:
+        yield None, attributes[name]
     for key, value in list(attributes.items()):
         if type(value) not in _CONSTANT and key not in _INTERNAL:
             yield from _holders_within(value, seen, _DEPTH)
 
 
-def _holders_within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]:
+def _holders_within(value: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, _Holder]]:
     """The containers with state in the value of an attribute, up to ``depth`` deep."""
     if type(value) in _CONSTANT or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
         return
@@ -276,10 +375,10 @@ def _holders_within(value: Any, seen: set[int], depth: int) -> Iterator[_Holder]
         if holds_parameters(value):
             return
         items = _values(value)
-        yield value
+        yield None, value
     elif is_plain_object(value):
         items = list(attributes_in(value).values())
-        yield attributes_in(value)
+        yield value, attributes_in(value)
     seen.add(id(value))
     for item in items:
         yield from _holders_within(item, seen, depth - 1)
