@@ -53,7 +53,7 @@ bench: $(READY) ## what docs/bench.md says of steps and waits, measured anew: on
 	$(PY) bench/ratios.py --ranks 1,2 --large --rounds 10 --keep
 	$(PY) bench/observe.py --keep
 	$(PY) bench/guard.py --keep
-	$(PY) bench/branches.py --keep
+	$(PY) bench/concurrent_branches.py --keep
 	$(PY) bench/pipeline.py --keep
 	$(PY) bench/checkpoint.py --rounds 4 --keep
 	$(PY) bench/kill_trials.py --trials 72 --keep

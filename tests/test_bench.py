@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import branches
+import concurrent_branches
 import pytest
 import raw
-from branches import ONE, PLANNED, TENSOR
+from concurrent_branches import ONE, PLANNED, TENSOR
 
 TIMES = {
     PLANNED: [[0.1, 0.2]] * 3,
@@ -79,7 +79,7 @@ SAMPLES: dict[str, Any] = {
             ],
         }
     ],
-    "branches": {
+    "concurrent_branches": {
         "rates": {
             "flops": 93e9, "bandwidth": 39e9, "link": 1.2e9, "latency": 116e-6, "function": 5.7e-6, "job_call": 29e-6,
             "job_step": 5.7e-3,
@@ -92,7 +92,7 @@ SAMPLES: dict[str, Any] = {
                 "times": {ONE: TIMES[PLANNED], PLANNED: TIMES[TENSOR], TENSOR: TIMES[PLANNED]},
                 "predicted": {
                     side: {"fastest": fastest, "seconds": {ONE: 0.1, PLANNED: 0.2, TENSOR: 0.3}}
-                    for side, fastest in ((branches.WITH, ONE), (branches.WITHOUT, PLANNED))
+                    for side, fastest in ((concurrent_branches.WITH, ONE), (concurrent_branches.WITHOUT, PLANNED))
                 },
             }
         ],
@@ -112,12 +112,12 @@ ROWS = {
     "checkpoint/ways": "| save: ours | 2.50 | 2 | 3 |",
     "kill_trials/trials": "| `tp=2` | 2 | 1 | 0 | 1 | 0 | 0 | 0 |",
     "guard/steps": "| `tp=2` | 4 | 100.0 | 200.0 | 100.0% | 1.00% | 0.0% | 200.0 | 300.0 | 0.50% | 23 | 208 |",
-    "branches/rates": "| 93 | 39.0 | 1.20 | 232 | 5.7 | 29 | 5.7 |",
-    "branches/balanced": f"| 128 | {TENSOR} | 200.0 | 200.0 | 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) | 32 | 4 |",
-    "branches/sweep": f"| 1 | 1:2 | 100.0, 100.0 | – | 100.0, 300.0 | 200.0, 200.0 | {ONE} | {ONE} |",
-    "branches/scores": f"| {branches.WITH} | 1 of 1 | 1 of 1 | 1 of 1 | 1 of 1 |",
-    "branches/bytes": "| FSDP of the model, `dp_shard=4` | 2,000 | 2,000 |",
-    "branches/tracks": (
+    "concurrent_branches/rates": "| 93 | 39.0 | 1.20 | 232 | 5.7 | 29 | 5.7 |",
+    "concurrent_branches/balanced": f"| 128 | {TENSOR} | 200.0 | 200.0 | 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) | 32 | 4 |",
+    "concurrent_branches/sweep": f"| 1 | 1:2 | 100.0, 100.0 | – | 100.0, 300.0 | 200.0, 200.0 | {ONE} | {ONE} |",
+    "concurrent_branches/scores": f"| {concurrent_branches.WITH} | 1 of 1 | 1 of 1 | 1 of 1 | 1 of 1 |",
+    "concurrent_branches/bytes": "| FSDP of the model, `dp_shard=4` | 2,000 | 2,000 |",
+    "concurrent_branches/tracks": (
         "| 16 sequences of 32 | 160.0 ms | 100.0 ms | 200.0 ms | 8, 52 | 0.80 (0.80 to 0.80) | 0.40 (0.40 to 0.40) |"
     ),
 }

@@ -302,7 +302,7 @@ def alone(workers):
 
 
 @pytest.mark.parametrize(
-    "plan", ["pp=2,tp=2", *(pytest.param(p, marks=pytest.mark.proof) for p in ("pp=2", "pp=2,dp_shard=2", "pp=4"))]
+    "plan", ["pp=2", *(pytest.param(p, marks=pytest.mark.proof) for p in ("pp=2,tp=2", "pp=2,dp_shard=2", "pp=4"))]
 )
 def test_training_norms_evaluation_output_and_state(plan, workers, alone):
     ranks = workers.run(trained, plan, ranks=mw.Mesh.parse(plan).size)

@@ -380,6 +380,7 @@ def test_this_machine_is_measured_and_then_found(file: str) -> None:
     assert data("predict", f"{file}:model", "--mesh", "dp_shard=16")["hardware"] == "cpu-local"
 
 
+@pytest.mark.proof  # it measures this machine once more
 @pytest.mark.usefixtures("quick")
 def test_a_profile_is_written_where_one_says(tmp_path: Path) -> None:
     meshwright("calibrate", "--out", str(tmp_path / "lab.yaml"))

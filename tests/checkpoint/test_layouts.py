@@ -123,7 +123,7 @@ def test_where_random_numbers_cannot_go_on_it_is_said(tmp_path, workers):
     assert "random numbers" in notes[0]
 
 
-@pytest.mark.parametrize("name", ["pp2-tp2"])
+@pytest.mark.parametrize("name", ["dp_shard2", pytest.param("pp2-tp2", marks=pytest.mark.proof)])
 def test_asynchronously_what_was_is_saved_while_training_goes_on(name, tmp_path, workers):
     before, losses, _ = workers.run(save, LAYOUTS[name], str(tmp_path), Tied, False, ranks=ranks(LAYOUTS[name]))[0]
     found, went_on, _ = workers.run(load, LAYOUTS[name], str(tmp_path), ranks=ranks(LAYOUTS[name]))[0]

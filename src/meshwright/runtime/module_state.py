@@ -65,7 +65,7 @@ class Contents:
 
     def is_current(self) -> bool:
         """Whether all containers still are where they were, with the same objects in them."""
-        if not all(vars(owner) is holder for owner, holder in self._owners):
+        if not all(getattr(owner, "__dict__", None) is holder for owner, holder in self._owners):
             return False
         lengths, keys, values = self._now()
         lengths_then, keys_then, values_then = self._then

@@ -1,6 +1,6 @@
 """Branches beside each other: against tensor and data parallelism of the same ranks, and one process.
 
-    python bench/branches.py [--quick] [--keep]
+    python bench/concurrent_branches.py [--quick] [--keep]
 
 Local processes, gloo on CPU, one thread each; a step is forward and backward, without an optimizer. All ways of a model
 alternate within each round, in the same processes: for those of one process, rank 0 runs and the others wait. A round counts
@@ -502,7 +502,7 @@ def measured_samples(quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes: about a minute")
-    parser.add_argument("--keep", action="store_true", help="write docs/bench/branches.json")
+    parser.add_argument("--keep", action="store_true", help="write docs/bench/concurrent_branches.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples = measured_samples(options.quick)
@@ -510,7 +510,7 @@ def main() -> None:
         print(f"\n{name}")
         raw.show(table)
     if options.keep:
-        print(raw.keep("branches", samples))
+        print(raw.keep("concurrent_branches", samples))
 
 
 if __name__ == "__main__":
