@@ -79,7 +79,8 @@ def measure(ranks: int, counts: list[int], rounds: int, sleeping: bool) -> list[
     """Runs on every rank: a sample for each schedule and number of microbatches, with the steps that ``_step`` measured."""
     jobs: dict[tuple[str, int], Any] = {}
     for microbatches in counts:
-        x = torch.randn(microbatches, 8) if sleeping else torch.randn(microbatches * ROWS, WIDTH)
+        shape = (microbatches, 8) if sleeping else (microbatches * ROWS, WIDTH)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # the same on all ranks
         for schedule in NAPPING if sleeping else SCHEDULES:
             plan = {"mesh": {"pp": ranks}, "schedule": schedule, "microbatches": microbatches, "rows": "split"}
             nap = NAP / (8 // ranks)

@@ -69,7 +69,12 @@ def outcome(mesh: str, where: str, failing: int) -> tuple[str, str, float, str]:
 
 @pytest.mark.parametrize(
     ("mesh", "where"),
-    [("dp_shard=2", "forward"), ("tp=2", "forward"), ("pp=2", "forward"), ("dp_shard=2", "backward")],
+    [
+        pytest.param("dp_shard=2", "forward", marks=pytest.mark.proof),  # as in a backward
+        ("tp=2", "forward"),
+        ("pp=2", "forward"),
+        ("dp_shard=2", "backward"),
+    ],
 )
 def test_a_rank_that_fails_and_lives_on_ends_the_others(workers: LocalWorkers, mesh: str, where: str) -> None:
     outcomes = workers.run(outcome, mesh, where, 1, ranks=2, timeout=60)
