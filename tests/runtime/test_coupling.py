@@ -399,11 +399,22 @@ class WritesThroughAView(Tokens):
         return x - self.centre.sum(0), 0.0
 
 
-@pytest.mark.parametrize("plan", ["dp_shard=2", {"mesh": "pp=2", "microbatches": 2}], ids=str)
+class WritesBesideATransform(WritesThroughAView):
+    """Takes views within a transform of torch.func too, whose tensors have no memory of their own."""
+
+    def mixed(self, x):
+        x, more = super().mixed(x)
+        return x + torch.vmap(lambda row: row.detach().view(-1)[:1].expand(WIDTH))(self.centre).sum(0), more
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp_shard=2", {"mesh": "pp=2", "microbatches": 2}, {"mesh": "tp=2", "microbatches": 2}], ids=str
+)
 def test_a_write_to_a_parameter_that_depends_on_rows_couples_them(plan, workers):
     """In a trial in float64 these writes went to a copy. Microbatches and data ranks each wrote for their own rows: a wrong loss in the
     second step, or replicas that differ."""
-    for furthest in workers.run(two_steps_in_float32, [Renormed, WritesThroughAView], plan, ranks=2):
+    builds = [Renormed, WritesThroughAView, WritesBesideATransform]
+    for furthest in workers.run(two_steps_in_float32, builds, plan, ranks=2):
         assert max(furthest) < 1e-5, furthest
 
 

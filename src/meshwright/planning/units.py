@@ -166,6 +166,10 @@ class Uses:
         gathered = self._gathered.get(id(x))
         return x if gathered is None else gathered.original
 
+    def _is_of_model(self, p: Any) -> bool:
+        """Whether a parameter is one of the model's, and not one that the forward has put in its place."""
+        return id(self.own(p)) in self.owners
+
     def note(self, x: Any, name: str) -> None:
         """Records that a torch function uses a parameter. ``x``: the Parameter object that the function got; ``name``: its
         name."""
@@ -213,7 +217,7 @@ class Uses:
                 stack.callback(module.register_forward_pre_hook(self._enter(name), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             for name, module in self.recomputed.items():
-                stack.callback(module.register_forward_hook(self._keep_input(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._watch_recomputed(name), with_kwargs=True).remove)
             yield
             self.rewritten |= {name for name, t, before in self._inputs if version(t) != before}
 
@@ -224,13 +228,13 @@ class Uses:
         self._inputs.clear()
         self.cast |= self._casts
 
-    def _keep_input(self, name: str) -> Any:
+    def _watch_recomputed(self, name: str) -> Any:
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensors = map(local_of, tensors_of((args, kwargs)))
             self._inputs += [(name, t, version(t)) for t in tensors]
-            swapped = [key for key, p in module.named_parameters() if id(self.own(p)) not in self.owners]
-            if swapped:
-                self.swapped_when_recomputed[name] = swapped[0]
+            foreign = next((key for key, p in module.named_parameters() if not self._is_of_model(p)), None)
+            if foreign is not None:
+                self.swapped_when_recomputed[name] = foreign
 
         return keep
 
@@ -264,7 +268,7 @@ class Uses:
         ]  # fmt: skip
         places, foreign = [], []
         for module, key, p in parameters:
-            if id(self.own(p)) in self.owners:
+            if self._is_of_model(p):
                 places.append(_Place(module, key, p, self._stand_in(p)))
             else:
                 foreign.append(key)

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
-from meshwright.calls.structure import attributes_in, buffers_in, is_plain_object, is_scripted
+from meshwright.calls.structure import PLAIN, attributes_in, buffers_in, is_plain_object, is_scripted
 from meshwright.private import modules_of, set_version, version, without_modes
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import full_tensor
 from meshwright.spmd.tensor import GlobalTensor
 
-# Types of immutable values, which hold no tensors and need no copy.
-_CONSTANT = frozenset([int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice])
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 # tables of hooks: a model may register some in its first forward, and note that it has
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -297,13 +295,13 @@ def _is_plain(module: nn.Module) -> bool:
     attributes = vars(module)
     for name in attributes.keys() - _INTERNAL:
         value = attributes[name]
-        if type(value) not in _CONSTANT and not _is_plain_tuple(value):
+        if type(value) not in PLAIN and not _is_plain_tuple(value):
             return False
     return GlobalTensor not in map(type, vars(module)["_buffers"].values())
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and all(type(item) in _CONSTANT for item in value)
+    return type(value) is tuple and all(type(item) in PLAIN for item in value)
 
 
 def _has_global_tensor(value: Any) -> bool:
@@ -356,13 +354,13 @@ def _holders_of_module(module: nn.Module, seen: set[int]) -> Iterator[tuple[Any,
     for name in _HOOKS:
         yield None, attributes[name]
     for key, value in list(attributes.items()):
-        if type(value) not in _CONSTANT and key not in _INTERNAL:
+        if type(value) not in PLAIN and key not in _INTERNAL:
             yield from _holders_within(value, seen, _DEPTH)
 
 
 def _holders_within(value: Any, seen: set[int], depth: int) -> Iterator[tuple[Any, _Holder]]:
     """The containers with state in the value of an attribute, up to ``depth`` deep."""
-    if type(value) in _CONSTANT or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
+    if type(value) in PLAIN or isinstance(value, (Tensor, type, ModuleType)) or id(value) in seen or not depth:
         return
     if isinstance(value, nn.Module):  # in a plain container, where torch does not find it
         for module in value.modules():

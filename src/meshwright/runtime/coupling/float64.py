@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import pytree
+from meshwright.private import pytree, storage_of
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -72,7 +72,7 @@ class Float64Mode(FunctionMode):
     def __init__(self, *, perturbed: bool, written: Collection[Tensor]) -> None:
         super().__init__()
         self._perturbed = perturbed
-        self._written = {_memory(local_tensor(p)) for p in written}
+        self._written = {storage_of(local_tensor(p)) for p in written}
         self._converted = TensorTable[Tensor]()  # result of a conversion → the parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class Float64Mode(FunctionMode):
             self._written
             and aliases(func)
             and type(args[0]) in (Tensor, nn.Parameter)
-            and _memory(args[0]) in self._written
+            and storage_of(args[0]) in self._written
         ):
             return func(*args, **kwargs)  # (so must a write to ``p.detach()`` or ``p[0]``)
         if GlobalTensor in types:  # in the Python body of a torch function: the local functions compute in float64
@@ -140,11 +140,6 @@ class Float64Mode(FunctionMode):
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _WIDER or x.is_meta:
             return x
         return _perturbed_values(x) if is_parameter(x) and self._perturbed else x.to(_WIDER[x.dtype])
-
-
-def _memory(t: Tensor) -> int:
-    """The address of a tensor's storage."""
-    return t.untyped_storage().data_ptr()
 
 
 def _has_fractions(t: Tensor) -> bool:

@@ -91,8 +91,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
     native = Computing(dtype, nullcontext, wide=False)
     for computing in (
-        Computing(torch.float64, partial(in_float64, perturbed=True, written=forwards.written()), wide=True),
-        Computing(torch.float64, partial(in_float64, perturbed=False, written=forwards.written()), wide=True),
+        _computing_in_float64(forwards, perturbed=True),
+        _computing_in_float64(forwards, perturbed=False),
         native,
     ):
         attempt = Attempt(rows, forwards, computing, first=first)
@@ -230,6 +230,11 @@ def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, S
     return outcome
 
 
+def _computing_in_float64(forwards: Forwards, *, perturbed: bool) -> Computing:
+    """How forwards compute in float64. ``perturbed``: whether parameters have slightly changed values."""
+    return Computing(torch.float64, partial(in_float64, perturbed=perturbed, written=forwards.written()), wide=True)
+
+
 def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     """Whether the losses of the first rows and of the rest combine in this way into the loss of all rows; the same on every
     rank.
@@ -238,9 +243,7 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     of a path may be multiplied by a gate that is zero.
     """
     for perturbed in (False, True):
-        mode = partial(in_float64, perturbed=perturbed, written=forwards.written())
-        computing = Computing(torch.float64, mode, wide=True)
-        attempt = Attempt(rows, forwards, computing, first=first)
+        attempt = Attempt(rows, forwards, _computing_in_float64(forwards, perturbed=perturbed), first=first)
         for compared in (partial(attempt.compared, way), attempt.compared_by_noise):
             try:
                 fits = compared() == way
@@ -260,8 +263,7 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
 
 def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
     """Whether the loss of all rows is finite, but that of the first rows or of the rest is not; the same on every rank."""
-    computing = Computing(torch.float64, partial(in_float64, perturbed=False, written=forwards.written()), wide=True)
-    attempt = Attempt(rows, forwards, computing, first=first)
+    attempt = Attempt(rows, forwards, _computing_in_float64(forwards, perturbed=False), first=first)
     try:
         together = attempt.finite_together_alone(way)
     except StageError:
