@@ -135,6 +135,7 @@ def main() -> None:
                 name = ",".join(f"{axis}={size}" for axis, size in mesh.items())
                 times, comparison = [times for times, _ in ranks], ranks[0][1]
                 samples.append({"mesh": name, "blocks": blocks, "comparison": comparison, "ranks": times})
+                print(f"{name}, {blocks} blocks: done", flush=True)
     raw.show(tables(samples)["steps"])
     if options.keep:
         print(raw.keep("guard", samples))

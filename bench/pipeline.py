@@ -145,6 +145,7 @@ def main() -> None:
         counts = [ranks, 2 * ranks] if options.quick else [ranks, 2 * ranks, 4 * ranks]
         with mw.local_workers(ranks) as workers:
             samples += workers.run(measure, ranks, counts, 2 if options.quick else 7, sleeping, timeout=900)[0]
+        print(f"{samples[-1]['kind']}, {ranks} ranks: done", flush=True)
     raw.show(tables(samples)["bubble"])
     if options.keep:
         print(raw.keep("pipeline", samples))

@@ -895,7 +895,7 @@ def transformed(b: Builder) -> None:
             lambda: "torch.func.vmap(lambda t, w: t * w.sum(), in_dims=(0, None))({0}, %s)" % b.parameter(last),
             lambda: "torch.func.vmap(self.%s)({0})" % b.member("linear", f"nn.Linear({last}, {b.size()})"),
             lambda: "torch.func.jvp(torch.tanh, ({0},), (torch.ones_like({0}),))[1]",
-            lambda: "torch.func.functional_call(self.%s, {{'weight': %s}}, ({0},))" % (b.member("linear", f"nn.Linear({last}, {last})"), b.parameter(last, last, scale=0.3))]  # fmt: skip
+            lambda: "torch.func.functional_call(self.%s, {'weight': %s}, ({0},))" % (b.member("linear", f"nn.Linear({last}, {last})"), b.parameter(last, last, scale=0.3))]  # fmt: skip
     b.new(b.pick(ways)(), x)
 
 
@@ -1043,9 +1043,14 @@ def called_block(b: Builder) -> None:
         ways += [f"checkpoint(self.{name}, {{0}}, use_reentrant=False)"]
     if "reentrant" in b.allowed:
         ways += [f"checkpoint(self.{name}, {{0}}, use_reentrant=True)"]
+    if "swapped" in b.allowed:
+        tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
+        ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
     text = b.pick(ways)
     if "checkpoint" in text:
         b.kinds.add("reentrant" if "=True" in text else "checkpoint")
+    if "functional_call" in text:
+        b.kinds.add("swapped")
     b.new(text, x)
 
 

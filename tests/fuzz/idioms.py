@@ -51,6 +51,8 @@ LAYERS = {
     "prelu": "nn.PReLU(%s)",
     "dict": "nn.ParameterDict(dict(a=torch.randn(%s), b=torch.ones(1)))",
     "list": "nn.ParameterList([torch.randn(%s) for _ in range(2)])",
+    "frozen": "nn.Linear(%s).requires_grad_(False)",
+    "spectral": "torch.nn.utils.parametrizations.spectral_norm(nn.Linear(%s))",
     "linears": "nn.ModuleList(nn.Linear(%s) for _ in range(3))",
     "linears_by_name": "nn.ModuleDict({n: nn.Linear(%s) for n in ('left', 'right')})",
     "mlp": "nn.Sequential(nn.Linear(%s), nn.ReLU(inplace=True), nn.Dropout(0.0))",
@@ -145,6 +147,7 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("F.normalize({0}.mean(1), dim=-1)", "({1} @ {1}.T / 0.5).softmax(-1)", "torch.einsum('bc,ctl->btl', {2}, {0})"),
         _idiom("{0}.flatten(0, 1)[torch.arange({0}.shape[0] * {0}.shape[1]).flip(0)].view_as({0}) * $param(L)"),
         _idiom("{0} + {0}[[-1, *range({0}.shape[0] - 1)]] * $param(L)", fits=0),
+        _idiom("$linear(L, L)", "torch.autograd.grad({1}({0}).square().mean(), {1}.weight, create_graph=True)[0]", "F.linear({0}, {1}.weight - 0.1 * {2}, {1}.bias)", fits=0),
     ),
     "buffers": (
         _idiom("$zeros(3)", "!{1}[1:] = {1}[:-1].clone()", "!{1}[0] = {0}.detach().mean()", "{0} + {1}.sum()", fits=0),
@@ -152,6 +155,26 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
                "{1}[{2}]", "!{1}.lerp_(torch.zeros_like({1}).index_add(0, {2}.flatten(), {0}.detach().flatten(0, 1)), 0.1)", "{0} + ({3} - {0}).detach() + $param(L)"),
         _idiom("$linear(L, L)", "$zeros(L, L)", "!{2}.mul_(0.9).add_({1}.weight.detach(), alpha=0.1)", "{1}({0}) - F.linear({0}, {2}).detach()", fits=0),
         _idiom("$zeros(2, L)", "!{1}[0].copy_({0}.detach().flatten(0, -2).amax(0))", "{0} * (1 + {1}.mean(0))", fits=0),
+    ),
+    "written parameters": (
+        _idiom("$embedding(11, L, max_norm=0.7)(ids)", "{0} + {1}", ids=True),
+        _idiom("$linear(L, K)", "!with torch.no_grad(): {1}.weight.div_({1}.weight.norm(dim=1, keepdim=True) + 0.1)", "{1}({0})", fits=0),
+        _idiom("$linear(L, K)", "!{1}.weight.detach()[0].mul_(0.9)", "{1}({0})", fits=0),
+        _idiom("$linear(L, K)", "!{1}.weight.data.T[:1].clamp_(-0.2, 0.2)", "{1}({0})", fits=0),
+        _idiom("$linear(L, K)", "$frozen(L, K)", "!with torch.no_grad(): [q.lerp_(p, 0.1) for p, q in zip({1}.parameters(), {2}.parameters())]", "{1}({0}) - {2}({0})", fits=0),
+        _idiom("$linear(L, K)", "$frozen(L, K)", "{1}({0}) * {2}({0}).sigmoid()", "!{2}.weight.data = 0.9 * {2}.weight.data + 0.1 * {1}.weight.data", "{3} * 1.0", fits=0),
+        _idiom("$embedding(11, L)", "{1}(ids) + {0}", "!with torch.no_grad(): {1}.weight.index_add_(0, ids.flatten(), {0}.detach().flatten(0, 1), alpha=0.01)", "{2} * 1.0", ids=True),
+        _idiom("$frozen(L, L)", "!{1}.weight.detach().lerp_({0}.detach().flatten(0, -2).mT @ {0}.detach().flatten(0, -2), 0.02)", "{1}({0}) * 0.3", fits=0),
+        _idiom("$spectral(L, K)({0})", fits=0),
+    ),
+    "swapped": (
+        _idiom("$mlp(L, L)", "{n: p.tanh() for n, p in {1}.named_parameters()}", "torch.func.functional_call({1}, {2}, ({0},))", fits=0),
+        _idiom("$mlp(L, L)", "{1}({0})", "torch.func.functional_call({1}, {n: p.detach() * 0.5 for n, p in {1}.named_parameters()}, ({2},)) + {0}", fits=0),
+        _idiom("$linear(L, K)", "torch.func.functional_call({1}, {'weight': $param(K, 3) @ $param(3, L) * 0.5, 'bias': {1}.bias * 2}, {0})", fits=0),
+        _idiom("$linear(L, L)", "torch.vmap(lambda w: torch.func.functional_call({1}, {'weight': w}, ({0},)), out_dims=1)($param(2, L, L))", "{2}.mean(1)", fits=0),
+        _idiom("$mlp(L, L)", "dict({1}.named_parameters())", "torch.vmap(lambda t: torch.func.functional_call({1}, {2}, (t,)))({0})", fits=0),
+        _idiom("$linear(L, L)", "{1}({0}).tanh()", "!{1}.weight, {1}.kept = {1}.weight, {2}", "{1}({1}.kept)", fits=0),
+        _idiom("$linear(L, L)", "$norm(L)", "torch.nn.utils.parameters_to_vector({1}.parameters())", "F.linear({2}({0}), {3}[: L * L].view(L, L), {3}[L * L :]) * 0.5", fits=0),
     ),
 }  # fmt: skip
 

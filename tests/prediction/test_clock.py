@@ -122,7 +122,7 @@ def test_the_functions_of_an_update_take_a_fraction_on_the_device():
             phase.spent.device.seconds for phase in Clock(profile(cores=1, **fields), Mesh.parse("tp=1")).phases(trace)
         ]
 
-    _, forward, update = device(update_device=0.25)
+    _, forward, update = device(update_fraction=0.25)
     assert update == pytest.approx(forward / 4) and forward > 0
     assert device()[1] == device()[2] == forward
 

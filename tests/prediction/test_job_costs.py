@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.reader import parse_profile
-from meshwright.prediction.job_costs import _JobRun, host_seconds, job_costs, update_fraction
+from meshwright.prediction.job_costs import _JobRun, fraction_of_updates, host_seconds, job_costs
 
 
 def test_the_host_s_part_of_a_job(workers):
@@ -13,7 +13,7 @@ def test_the_host_s_part_of_a_job(workers):
     assert 1e-7 < measured.host < 1e-2 and 1e-7 < measured.host_backward < 1e-2
     assert 0 < measured.host_unit < 1 and 0 < measured.host_update < 1e-2
     assert measured.host_sharded > measured.host_update  # DTensor's dispatch is Python
-    assert 0 < measured.update_device <= 1
+    assert 0 < measured.update_fraction <= 1
     assert measured.node == plain.node and measured.peak == plain.peak
     assert parse_profile(measured.text(), "cpu-local.yaml") == measured
 
@@ -25,7 +25,7 @@ def test_the_device_s_fraction_of_an_update_is_the_difference_between_a_wide_and
     def run(update: float, device: float) -> _JobRun:
         return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0)
 
-    assert update_fraction(run(1.0, 0.0), run(wide, 10.0)) == fraction
+    assert fraction_of_updates(run(1.0, 0.0), run(wide, 10.0)) == fraction
 
 
 def test_the_host_has_a_time_even_if_nothing_was_left_beside_the_functions() -> None:

@@ -190,8 +190,8 @@ class Profile:
         host_update: seconds of the host for a function of clipping or of the optimizer; 0: ``host``.
         host_sharded: seconds of the host for a function of clipping or of the optimizer if parameters are DTensors; 0:
             ``host_update``.
-        update_device: seconds of the functions of clipping and of the optimizer on the device, as a fraction of ``compute``.
-            On a CPU the tensors of a parameter are in the cache after the first of these functions; 0: 1.
+        update_fraction: seconds of the functions of clipping and of the optimizer on the device, as a fraction of
+            ``compute``. On a CPU the tensors of a parameter are in the cache after the first of these functions.
         job_call, job_step, job_action: seconds of the host that a job adds to a torch function of a forward over tp that is
             not replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
         contention: how much longer functions take while a collective runs at the same time, as a fraction. The collective
@@ -224,7 +224,7 @@ class Profile:
     host_unit: float = 0.0
     host_update: float = 0.0
     host_sharded: float = 0.0
-    update_device: float = 0.0
+    update_fraction: float = 1.0
     job_call: float = 0.0
     job_step: float = 0.0
     job_action: float = 0.0
@@ -261,11 +261,6 @@ class Profile:
         peak = self.peak[peak_dtype]
         efficiency = curves[curve_dtype].at(flops * self.peak[curve_dtype] / peak)
         return flops / (peak * efficiency), peak_dtype == dtype == curve_dtype
-
-    @property
-    def update_fraction(self) -> float:
-        """Seconds of the functions of clipping and of the optimizer on the device, as a fraction of ``compute``."""
-        return self.update_device or 1.0
 
     def update(self, *, sharded: bool) -> float:
         """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: whether parameters are DTensors."""

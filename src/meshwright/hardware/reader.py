@@ -64,7 +64,7 @@ _REQUIRED = {
     "scatter": "0.1",
     "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
 }
-_KEYS = (*_REQUIRED, *ABSENT, "update_device", "contention", "slower", "notes", "cores", "node", "networks", "network")
+_KEYS = (*_REQUIRED, *ABSENT, "update_fraction", "contention", "slower", "notes", "cores", "node", "networks", "network")
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:
@@ -162,7 +162,8 @@ class _Reader:
             **{key: self.text(values, key) for key in (*_TEXTS, "notes")},
             **{key: int(self.quantity_of(values, key, "B", zero=key != "memory")) for key in _SIZES},
             **{key: self.quantity_of(values, key, "s", zero=key in ("launch", *ABSENT)) for key in _TIMES},
-            **{key: self.fraction(values, key) for key in ("reserve", "update_device", "contention", "scatter")},
+            **{key: self.fraction(values, key) for key in ("reserve", "contention", "scatter")},
+            "update_fraction": self.fraction(values, "update_fraction", absent=1.0),
             **curves,
             "peak": peak,
             "bandwidth": self.quantity_of(values, "bandwidth", "B/s"),
@@ -298,11 +299,11 @@ class _Reader:
             return None
         return size
 
-    def fraction(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> float:
-        value = values.get(key, 0.0)
+    def fraction(self, values: dict[str, Any], key: str, path: KeyPath = (), *, absent: float = 0.0) -> float:
+        value = values.get(key, absent)
         if not _is_number(value) or not 0 <= value <= 1:
             self.add((*path, key), flow(value), "a fraction from 0 to 1", f"{key}: 0.1")
-            return 0.0
+            return absent
         return float(value)
 
     def times(self, values: dict[str, Any], key: str, path: KeyPath = ()) -> dict[str, float]:

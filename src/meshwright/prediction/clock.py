@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
 | a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
-| functions of clip and optimizer on the device | update_device · Σ of them | `Clock._phase` |
+| functions of clip and optimizer on the device | update_fraction · Σ of them | `Clock._phase` |
 | host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
 | host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `waits_for_host` |

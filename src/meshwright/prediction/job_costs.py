@@ -9,8 +9,8 @@ collectives of each job. Each run in this table has one cost more than the runs 
 | a job: 4 microbatches minus 1 | 3 (F + B + 2 job_action) | job_action |
 | a job, one microbatch | F + B + 2 job_action + job_step | job_step |
 | a job over dp_shard=2 | as one process + (gathers and reductions) · host_unit | host_unit |
-| clip and optimizer: one process, a narrow and a wide model | functions · host_update + update_device · device | both |
-| clip and optimizer: dp_shard=2 | functions · host_sharded + update_device · device | host_sharded |
+| clip and optimizer: one process, a narrow and a wide model | functions · host_update + update_fraction · device | both |
+| clip and optimizer: dp_shard=2 | functions · host_sharded + update_fraction · device | host_sharded |
 | a job over tp=2 | as one process + collectives · host_collective | host_collective |
 
 The clock is CPU time of the main thread, which stops while the thread waits for a core or for another rank. The CPU time of a
@@ -128,9 +128,9 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         in_collectives = run.step - run.function_seconds(host, host_backward) - 2 * job_action - job_step
         return max(0.0, in_collectives) / run.collectives
 
-    update_device = update_fraction(single, wide)
+    update_fraction = fraction_of_updates(single, wide)
     host_update, host_sharded = (
-        max(0.0, run.update - update_device * run.device["update"]) / run.functions["update"]
+        max(0.0, run.update - update_fraction * run.device["update"]) / run.functions["update"]
         for run in (single, sharded)
     )
     fields: dict[str, float] = {
@@ -142,12 +142,12 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         "host_collective": seconds_per_collective(tensor_parallel),
         "host_update": host_update,
         "host_sharded": host_sharded,
-        "update_device": update_device,
+        "update_fraction": update_fraction,
     }
     return _with(profile, {name: four_digits(value) for name, value in fields.items()})
 
 
-def update_fraction(narrow: _JobRun, wide: _JobRun) -> float:
+def fraction_of_updates(narrow: _JobRun, wide: _JobRun) -> float:
     """Seconds of clip and optimizer on the device, as a fraction of those that the profile says; at most 1, and above 0.
 
     Both models call as many functions, so that the difference between them is the device's.
