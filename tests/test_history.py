@@ -15,7 +15,7 @@ from meshwright.cli.step_timelines import worth_drawing
 from meshwright.draw.html.run import run_page
 from meshwright.draw.plain import from_plain, to_plain
 from meshwright.draw.run import StepInTime, drawn
-from meshwright.draw.timeline import Exchange, Line, Slot, Timeline, Transfer
+from meshwright.draw.timeline import Exchange, PipelineLane, Slot, Timeline, Transfer
 from meshwright.errors import PlanError
 from meshwright.train.history import History, RankMemory, history
 from meshwright.train.metrics import Metrics
@@ -31,9 +31,9 @@ def told(step: int, loss: float) -> Progress:
 STEP = Timeline(
     "seconds", "1f1b", 1, 4.0,
     (
-        Line((0,), (0,), (Slot(0, 1, "forward", 0, 0, {"compute": 0.75, "communication over tp": 0.25}),
+        PipelineLane((0,), (0,), (Slot(0, 1, "forward", 0, 0, {"compute": 0.75, "communication over tp": 0.25}),
                           Slot(3, 4, "backward", 0, 0, {"compute": 1.0})), 1),
-        Line((1,), (1,), (Slot(1, 2, "forward", 1, 0, {"compute": 1.0}), Slot(2, 3, "backward", 1, 0, {"compute": 1.0})), 1),
+        PipelineLane((1,), (1,), (Slot(1, 2, "forward", 1, 0, {"compute": 1.0}), Slot(2, 3, "backward", 1, 0, {"compute": 1.0})), 1),
     ),
     (Transfer(0, 1, 1, 1, "forward", 0, 2048), Transfer(1, 0, 3, 3, "backward", 0, 2048)),
     (Exchange(0, "tp", "all_reduce", 0.5, 0.75, 4096),),
@@ -155,7 +155,10 @@ def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
     faster = replace(
         STEP,
         length=2.0,
-        lines=(Line((0,), (0,), (Slot(0, 2, "forward", 0, 0, {"compute": 2.0}),), 1), Line((1,), (1,), (), 1)),
+        lines=(
+            PipelineLane((0,), (0,), (Slot(0, 2, "forward", 0, 0, {"compute": 2.0}),), 1),
+            PipelineLane((1,), (1,), (), 1),
+        ),
     )
     text = printed(drawn(history(a_run(tmp_path)), [StepInTime(3, STEP, faster, "a machine")]))
     rows = [line.split() for line in text.splitlines()]

@@ -126,6 +126,7 @@ USES = {
     "checkpoint/pretrained.py": "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",  # of transformers
     "blame.py": "_getframe",  # of sys
     "planning/passes/styles.py": "_tp_plan",  # of transformers
+    "planning/guards.py": "_getframe",  # of sys
     "planning/shadow.py": "_to_copy",
     "planning/assumed.py": "_ctc_loss _local_scalar_dense _unique2 _unsafe_index",
     "prediction/accumulation.py": "_C _cdata _engine_run_backward _getframe _storage_Use_Count _use_count",
@@ -134,7 +135,9 @@ USES = {
     "prediction/values.py": "_getframe",  # of sys
     "prediction/tracker.py": "_cdata _op_dispatcher _propagate_tensor_meta_non_cached _schema",
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
-        _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param",
+        _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param _load_state_dict_pre_hooks \
+        _module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle _register_state_dict_hooks \
+        _state_dict_pre_hooks _training_state",
     "replay/overlap.py": "_is_view",
     "runtime/groups.py": "_set_pg_timeout",
     "draw/plain.py": "_fields",  # of named tuples
@@ -934,6 +937,34 @@ def _hooks_of_fsdp() -> list[str]:
     module(torch.ones(1, 4), scale=2.0).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
     return seen
+
+
+def test_a_state_within_a_forward_rests_on_hooks_that_fsdp_registers_when_it_first_runs(workers: Any) -> None:
+    assert workers.run(_state_within_a_forward, ranks=2) == [(True, False, ["Parameter", "DTensor"])] * 2
+
+
+class Asks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.state_dict()
+        self.kinds = [type(self.weight).__name__]
+        return super().forward(x)
+
+
+def _state_within_a_forward() -> tuple[bool, bool, list[str]]:
+    """Whether it has hooks before its first forward; whether it fails with FSDP2's own hooks, and with ours."""
+    errors = []
+    for ours in (False, True):
+        module = Asks(4, 4)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(module, FSDPModule) and not module._state_dict_pre_hooks
+        for group in fsdp.parameter_groups(module) if ours else ():
+            fsdp._keep_gathered_in_forward(group)
+        try:
+            module(torch.ones(1, 4))
+        except RuntimeError as error:
+            errors.append("mixed torch.Tensor and DTensor" in str(error))
+    (after,) = {type(value).__name__ for value in module.state_dict().values()}
+    return errors[0], len(errors) > 1, [*module.kinds, after]
 
 
 def test_routed_gradients_rest_on_fsdps_groups_and_on_when_they_reduce(workers: Any) -> None:

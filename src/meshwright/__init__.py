@@ -23,7 +23,7 @@
                 compare_branches, Comparison   whether it pays to run branches at the same time
     recording   record, compare_recordings     records a step of any script; compares two recordings
                 Recording, Verdict
-    search      find_plans, Found              the fastest plans that fit a number of devices
+    search      find_plans, SearchResult       the fastest plans that fit a number of devices
     draw.facts  shard_map, ShardMap            which rank holds which part of each parameter
     draw.notebook  html_of                     a plan, recipe, shard map, prediction or verdict as HTML for a notebook
     draw.report  report                        everything about a plan, as data and as one HTML file
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from meshwright.api import parallelize
     from meshwright.calls.placeholder import RemoteTensor, RowShard
     from meshwright.checkpoint.jobs import load_checkpoint, save_checkpoint
-    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.load import LoadResult
     from meshwright.container import Branches
     from meshwright.draw.facts import ShardMap, shard_map
     from meshwright.draw.notebook import html_of
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from meshwright.recording.record import Recording, record
     from meshwright.recording.verdict import Verdict
     from meshwright.runtime.job import Job
-    from meshwright.search.find import Found, find_plans
+    from meshwright.search.find import SearchResult, find_plans
     from meshwright.watch.watchdog import Watch
     from meshwright.workers.launch import launch
     from meshwright.workers.pool import local_workers
@@ -87,12 +87,12 @@ _HOME = {
     "Recipe": "recipe",
     "parallelize": "api", "make_recipe": "planned",
     "Branches": "container",
-    "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "Loaded": "checkpoint.load",
+    "save_checkpoint": "checkpoint.jobs", "load_checkpoint": "checkpoint.jobs", "LoadResult": "checkpoint.load",
     "Job": "runtime.job",
     "local_workers": "workers.pool", "launch": "workers.launch",
     "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
-    "find_plans": "search.find", "Found": "search.find",
+    "find_plans": "search.find", "SearchResult": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
     "compare": "prediction.difference", "Difference": "prediction.difference",
     "record": "recording.record", "Recording": "recording.record",
@@ -109,9 +109,8 @@ __all__ = [
     "Comparison",
     "Difference",
     "Finding",
-    "Found",
     "Job",
-    "Loaded",
+    "LoadResult",
     "Mesh",
     "Partial",
     "Plan",
@@ -126,6 +125,7 @@ __all__ = [
     "Report",
     "RowShard",
     "RowsError",
+    "SearchResult",
     "Shard",
     "ShardMap",
     "UnfrozenError",

@@ -12,9 +12,11 @@ import torch
 
 import meshwright
 
-_OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
-# Not every path with "meshwright" in it: a checkout may have that name.
-_NOT_THE_MODEL = (os.path.dirname(torch.__file__ or "") + os.sep, _OURS, "<frozen ")
+OURS = (
+    os.path.dirname(meshwright.__file__ or "") + os.sep
+)  # not every path with "meshwright" in it: a checkout may have that name
+TORCH = os.path.dirname(torch.__file__ or "") + os.sep
+_NOT_THE_MODEL = (TORCH, OURS, "<frozen ")
 
 
 def is_of_model(file: str) -> bool:
@@ -57,7 +59,7 @@ def is_ours(error: BaseException) -> bool:
         return False
     while last.tb_next is not None:
         last = last.tb_next
-    if not last.tb_frame.f_code.co_filename.startswith(_OURS):
+    if not last.tb_frame.f_code.co_filename.startswith(OURS):
         return False
     at = next(i for i in dis.get_instructions(last.tb_frame.f_code) if i.offset == last.tb_lasti)
     if at.opname.startswith(("RAISE", "RERAISE")):

@@ -16,7 +16,7 @@ from torch.fx import Graph
 import meshwright as mw
 from meshwright.planned import make_recipe
 from meshwright.replay import inductor
-from meshwright.replay.nodes import Move
+from meshwright.replay.nodes import MoveCall
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.workers.pool import LocalWorkers
@@ -139,7 +139,7 @@ def test_moves_are_known_for_as_long_as_something_has_them() -> None:
     axis = PlannedAxis("tp", 2, 0, Ledger())
     graph = Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(Move(redistribute.AllReduce, axis, ()), (x,)),))
+    graph.output((graph.call_function(MoveCall(redistribute.AllReduce, axis, ()), (x,)),))
     before = set(inductor._MOVES)
     copied, moves = inductor._with_operators(graph)
     (name,) = (node.args[1] for node in copied.nodes if node.target is torch.ops.meshwright.move.default)

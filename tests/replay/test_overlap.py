@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.layout import even_shard
-from meshwright.replay.nodes import Move, Node, Source, Value
+from meshwright.replay.nodes import InputSource, MoveCall, Node, Value
 from meshwright.replay.overlap import Product, Products, overlapping
 from meshwright.replay.program import Expected, LocalProgram, Result
 from meshwright.spmd import redistribute
@@ -185,7 +185,7 @@ def cases(axis: Axis) -> Iterator[tuple[str, Tensor, Products, list[Tensor]]]:
                 operands.append(torch.randn((5, WIDTH) if p.turned else (WIDTH, 5), generator=own).to(dtype))
                 operands += [torch.randn(5, generator=own).to(dtype)] if p.biased else []
             options: tuple[Any, ...] = (False,) if kind is redistribute.CopyIn else (cut,)
-            yield f"{name} {kind.__name__} {dtype}", x, Products(Move(kind, axis, options), products), operands
+            yield f"{name} {kind.__name__} {dtype}", x, Products(MoveCall(kind, axis, options), products), operands
 
 
 def recorded(products: Products, x: Tensor, operands: list[Tensor]) -> tuple[Tensor, ...]:
@@ -246,13 +246,13 @@ def test_gradients_are_those_of_the_recorded_calls_to_the_last_bit(workers: Loca
 
 def a_program(axis: Axis, trains: bool = True) -> LocalProgram:
     """The program ``linear(copy_in(x), weight)``."""
-    weight = Source("parameter", ("", "weight"))
+    weight = InputSource("parameter", ("", "weight"))
     nodes = (
-        Node(Move(redistribute.CopyIn, axis, (False,)), (Value(0),), {}, (2,), False, ""),
+        Node(MoveCall(redistribute.CopyIn, axis, (False,)), (Value(0),), {}, (2,), False, ""),
         Node(F.linear, (Value(2), Value(1)), {}, (3,), False, ""),
     )
     form = (torch.Size([5, WIDTH]), torch.float32, torch.device("cpu"), (WIDTH, 1))
-    inputs = ((0, Source("argument", 0)), (1, weight))
+    inputs = ((0, InputSource("argument", 0)), (1, weight))
     return LocalProgram(nodes, inputs, (Expected(weight, form, trains),), (Result(3),), (None, (0,)), (), ())
 
 
@@ -274,7 +274,7 @@ def test_under_autocast_and_hooks_for_saved_tensors_calls_run_as_they_were_recor
 
 def test_a_product_is_no_view_and_may_be_written_to() -> None:
     axis = PlannedAxis("tp", 2, 0, Ledger())
-    products = Products(Move(redistribute.CopyIn, axis, (False,)), [Product(F.linear, True, True)])
+    products = Products(MoveCall(redistribute.CopyIn, axis, (False,)), [Product(F.linear, True, True)])
     x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((2, 3, WIDTH), (5, WIDTH), (5,)))
     assert F.linear(x, weight, bias)._is_view(), "else the test tells nothing"
     _, y = products(x, weight, bias)

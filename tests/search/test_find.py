@@ -13,7 +13,7 @@ from meshwright import planned as planned_module
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.clock import before_last_step, last_step
 from meshwright.prediction.predict import adamw_on
-from meshwright.prediction.rehearsal import TWO_STEPS, Step, rehearse
+from meshwright.prediction.rehearsal import TWO_STEPS, RehearsedStep, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
@@ -327,7 +327,7 @@ def test_more_rows_of_one_rehearsal_are_those_of_another(device):
     build, batch = partial(Tower, depth=2), tokens(MANY_ROWS * DP_SHARD, 8)[0].to(device)
     rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0)
     few = rehearsals._rehearsal(build, 2)
-    both = rehearse(few, 0, (*TWO_STEPS, Step(updated=False, batch=rehearsals.batch)))
+    both = rehearse(few, 0, (*TWO_STEPS, RehearsedStep(updated=False, batch=rehearsals.batch)))
     many = rehearse(replace(few, batch=rehearsals.batch), 0)
     assert before_last_step(both).events == rehearse(few, 0).events
     for of_both, alone in zip(last_step(both), last_step(many), strict=False):

@@ -29,7 +29,7 @@ from meshwright.runtime.pipeline import step, transfers
 from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
-from meshwright.runtime.pipeline.step import Step
+from meshwright.runtime.pipeline.step import PipelineStep
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.runtime.rows.microbatches import Microbatches, call_model, split_batch, weigh_microbatches
@@ -223,7 +223,7 @@ class Staged:
         return found
 
 
-def _ready(step: Step, action: Any) -> bool:
+def _ready(step: PipelineStep, action: Any) -> bool:
     """Whether everything that an action waits for has been sent."""
     if action.kind not in ("F", "B", "I"):
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -174,10 +176,15 @@ def _trials() -> Iterator[Any]:
 
 
 @pytest.fixture
-def outcome(workers: LocalWorkers, request: pytest.FixtureRequest) -> Outcome:
-    """All selected cases of a family: tried once, in one run."""
+def outcome(workers: LocalWorkers, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """All selected cases of a family: tried once, in one run, also if several test processes share the tests."""
     family, ranks = request.param
     if (family, ranks) in _seen:
+        return _seen[family, ranks]
+    folder, process = tmp_path_factory.getbasetemp(), os.environ.get("PYTEST_XDIST_WORKER")
+    kept = (folder.parent if process else folder) / f"outcome-{family}-{ranks}.pickle"
+    if kept.exists():
+        _seen[family, ranks] = pickle.loads(kept.read_bytes())
         return _seen[family, ranks]
     chosen = [
         item.callspec.params["name"]
@@ -191,6 +198,8 @@ def outcome(workers: LocalWorkers, request: pytest.FixtureRequest) -> Outcome:
     fewer = {"rounds": 1, "most": 3 if often else 6} if ranks == 3 or often else {}
     result: Outcome = workers.run(try_cases, family, names, ranks=ranks, **fewer)[0]
     _seen[family, ranks] = result
+    (unfinished := kept.with_suffix(f".{process}")).write_bytes(pickle.dumps(result))
+    unfinished.replace(kept)
     return result
 
 

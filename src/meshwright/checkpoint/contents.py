@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.pieces import Piece
+from meshwright.checkpoint.pieces import LocalPiece
 from meshwright.errors import Findings
 from meshwright.recipe import Slices
 from meshwright.runtime.weights.parameters import local_tensor
@@ -50,11 +50,11 @@ class LocalParameter:
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
-    def piece(self) -> Piece:
+    def piece(self) -> LocalPiece:
         """The piece of the parameter's values."""
-        return Piece(f"model.{self.name}", self.shape, local_tensor(self.parameter).detach(), self.slices)
+        return LocalPiece(f"model.{self.name}", self.shape, local_tensor(self.parameter).detach(), self.slices)
 
-    def state(self, key: str, value: Tensor) -> Piece | None:
+    def state(self, key: str, value: Tensor) -> LocalPiece | None:
         """The piece of a tensor of the optimizer's state.
 
         A tensor with the shape of the local parameter is sharded as the parameter is. A tensor without dims is a full tensor.
@@ -63,10 +63,10 @@ class LocalParameter:
         """
         name, local = f"optimizer.state.{self.name}.{key}", local_tensor(value).detach()
         if local.dim() == 0 and not isinstance(value, DTensor):
-            return Piece.of_full_tensor(name, local)
+            return LocalPiece.of_full_tensor(name, local)
         if local.shape == local_tensor(self.parameter).shape:
-            return Piece(name, self.shape, local, self.slices)
-        return Piece.of_full_tensor(name, local) if self.is_full else None
+            return LocalPiece(name, self.shape, local, self.slices)
+        return LocalPiece.of_full_tensor(name, local) if self.is_full else None
 
     @property
     def is_full(self) -> bool:
@@ -88,12 +88,12 @@ class Contents:
     buffers: tuple[tuple[str, nn.Module, str, bool], ...]
     extra: dict[str, Any]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LocalPiece]:
         """The pieces of the parameters, and of the buffers that this rank saves."""
         yield from (parameter.piece() for parameter in self.parameters)
         for name, module, key, saves in self.buffers:
             if saves:
-                yield Piece.of_full_tensor(f"model.{name}", getattr(module, key).detach())
+                yield LocalPiece.of_full_tensor(f"model.{name}", getattr(module, key).detach())
 
 
 def of_job(model: ShardedModel) -> Contents:
@@ -117,7 +117,7 @@ def of_module(module: nn.Module) -> Contents:
     parameters = []
     for _, p in module.named_parameters():
         first, *aliases = names[id(p)]
-        piece = Piece.of_full_tensor(first, p)
+        piece = LocalPiece.of_full_tensor(first, p)
         parameters.append(LocalParameter(first, tuple(aliases), p, piece.shape, piece.slices))
     buffers = tuple((name, owner, key, True) for name, owner, key in _buffers(module))
     return Contents(tuple(parameters), buffers, _extra(module))
@@ -164,7 +164,7 @@ class OptimizerContents:
         groups: the settings of each group; under ``names``, the group's parameters that this rank holds.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
     scalars: dict[str, dict[str, Any]]
     groups: tuple[dict[str, Any], ...]
 
@@ -175,7 +175,7 @@ def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -
     Adds to ``findings`` the state that cannot be saved independently of the layout, and parameters that are not the model's.
     """
     by_id = {id(local.parameter): local for local in contents.parameters}
-    pieces: list[Piece] = []
+    pieces: list[LocalPiece] = []
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         if (local := by_id.get(id(parameter))) is None:

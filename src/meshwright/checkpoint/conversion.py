@@ -29,7 +29,7 @@ Values = Callable[[], Mapping[str, LazyTensor]]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """The source of one of the model's tensors.
 
     Attributes:
@@ -54,7 +54,7 @@ class MatchedTensors:
         failed: name of the model → why its conversion failed.
     """
 
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, SourceTensor] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -77,7 +77,9 @@ def matched(module: nn.Module, names: Iterable[str], files: Mapping[str, LazyTen
             match.unexpected.append(name)
         elif converter is None:
             value = files[name]
-            match.sources[model_name] = Source(tuple(value.shape), value.dtype, partial(dict, {model_name: value}))
+            match.sources[model_name] = SourceTensor(
+                tuple(value.shape), value.dtype, partial(dict, {model_name: value})
+            )
         else:
             conversion = conversions.setdefault(model_name, _Conversion(module, converter, model_name))
             conversion.tensors.append((model_name, name, pattern))
@@ -179,7 +181,7 @@ def _add_sources(conversion: _Conversion, files: Mapping[str, LazyTensor], match
         match.failed[conversion.model_name] = f"{type(error).__name__}: {error}"
         return
     values = partial(conversion.lazy_tensors, files)
-    match.sources.update({name: Source(tuple(t.shape), t.dtype, values) for name, t in converted.items()})
+    match.sources.update({name: SourceTensor(tuple(t.shape), t.dtype, values) for name, t in converted.items()})
 
 
 # --- any other model --------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def ignore_progress() -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """A range of bytes in a file, with its checksum.
 
     Attributes:
@@ -73,7 +73,7 @@ class File:
     """A file of a checkpoint: its size in bytes, and the pieces it consists of, without gaps."""
 
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileRange, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class Manifest:
     def parse(cls, text: str) -> Manifest:
         """Reads the text of ``dump``. Raises ValueError if a single byte has changed."""
         body = json.loads(text)["manifest"]
-        files = {name: File(size, tuple(Piece(*p) for p in pieces)) for name, (size, pieces) in body["files"].items()}
+        files = {
+            name: File(size, tuple(FileRange(*p) for p in pieces)) for name, (size, pieces) in body["files"].items()
+        }
         manifest = cls(body["step"], body["about"], files)
         if body["format"] != FORMAT or manifest.dump() != text:
             raise ValueError("its checksum is another")
@@ -275,14 +277,14 @@ def described(
         chunks: (name of the tensor, offset, length) of each tensor's bytes in the file. The gaps between them become pieces
             without a name.
     """
-    pieces: list[Piece] = []
+    pieces: list[FileRange] = []
     with path.open("rb") as opened:
         size, end = os.fstat(opened.fileno()).st_size, 0
         for name, offset, length in [*sorted(chunks, key=lambda chunk: chunk[1]), ("", size, 0)]:
             if offset > end:
-                pieces.append(Piece("", end, offset - end, checksum(opened, offset - end, on_progress)))
+                pieces.append(FileRange("", end, offset - end, checksum(opened, offset - end, on_progress)))
             if length:
-                pieces.append(Piece(name, offset, length, checksum(opened, length, on_progress)))
+                pieces.append(FileRange(name, offset, length, checksum(opened, length, on_progress)))
             end = offset + length
     return File(size, tuple(pieces))
 

@@ -25,8 +25,8 @@ from meshwright.checkpoint.contents import (
     of_module,
     of_optimizer,
 )
-from meshwright.checkpoint.load import Loaded, StoredCheckpoint, compare, model_pieces, optimizer_state, restore
-from meshwright.checkpoint.pieces import Piece
+from meshwright.checkpoint.load import LoadResult, StoredCheckpoint, compare, model_pieces, optimizer_state, restore
+from meshwright.checkpoint.pieces import LocalPiece
 from meshwright.checkpoint.rank_agreement import RankAgreement
 from meshwright.checkpoint.save import Saving, Snapshot, as_json, as_loaded, time_and_versions, write
 from meshwright.checkpoint.staging import Staging
@@ -165,7 +165,9 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
         for original, (groups, scalars) in zip(originals, copies.pop("optimizer"), strict=True)
     ]
     states = [piece for optimizer in optimizer_contents for piece in optimizer.pieces]
-    random = [Piece.of_full_tensor(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()]
+    random = [
+        LocalPiece.of_full_tensor(f"rng.{owner.rank}.{kind}", state) for kind, state in owner.random.tensors().items()
+    ]
     pieces = [*contents.pieces(), *states, *random]
     texts = files(owner.module, owner.recipe)
     return Snapshot(pieces, optimizer_contents, copies, texts, {**time_and_versions(), **owner.layout()})
@@ -174,7 +176,7 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
 def load(
     find_owner: Callable[[], Owner], agreement: RankAgreement, path: str | os.PathLike[str], optimizers: Optimizers, *,
     scheduler: Any, data: Any, verify: bool, or_before: bool = False,
-) -> Loaded:  # fmt: skip
+) -> LoadResult:  # fmt: skip
     """Loads a checkpoint. See ``Job.load``. Collective.
 
     Args:
@@ -189,7 +191,9 @@ def load(
     stored.read(load_plan.pieces, load_plan.names, agreement)
     failed = replace(failed, required="load_state_dict() and set_extra_state() that take what was saved")
     notes = agreement.do(lambda: _restore(owner, stored, load_plan), failed)
-    return Loaded(stored.manifest.step, stored.path, stored.run["extra"], (*damage_notes, *notes), stored.run["rows"])
+    return LoadResult(
+        stored.manifest.step, stored.path, stored.run["extra"], (*damage_notes, *notes), stored.run["rows"]
+    )
 
 
 @dataclass(frozen=True)
@@ -203,9 +207,9 @@ class _LoadPlan:
         restores: functions to call when all pieces have been read.
     """
 
-    pieces: list[Piece]
+    pieces: list[LocalPiece]
     names: dict[str, str]
-    rng: dict[str, Piece]
+    rng: dict[str, LocalPiece]
     restores: tuple[Callable[[], None], ...]
 
 
@@ -268,7 +272,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], module: nn.Module, optimizer: Optimizers = None, *,
     scheduler: Any = None, data: Any = None, verify: bool = True,
-) -> Loaded:  # fmt: skip
+) -> LoadResult:  # fmt: skip
     """Loads a checkpoint of any layout into a plain module, like ``Job.load`` without a job.
 
     Raises:
@@ -327,14 +331,14 @@ def rng_source(about: Mapping[str, Any], owner: Owner) -> int | None:
     return next(saved for saved in saved_ranks if data_rank_and_stage(saved_mesh, saved) == ours)
 
 
-def _rng(stored: StoredCheckpoint, source: int) -> Iterator[tuple[str, Piece]]:
+def _rng(stored: StoredCheckpoint, source: int) -> Iterator[tuple[str, LocalPiece]]:
     """(kind of a generator, piece for its state), for the states that rank ``source`` saved."""
     prefix = f"rng.{source}."
     for name in stored.metadata.state_dict_metadata:
         if name.startswith(prefix) and (saved := stored.tensor(name)) is not None:
             yield (
                 name.removeprefix(prefix),
-                Piece.of_full_tensor(name, torch.empty(saved.size, dtype=saved.properties.dtype)),
+                LocalPiece.of_full_tensor(name, torch.empty(saved.size, dtype=saved.properties.dtype)),
             )
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.contents import Contents, LocalParameter
 from meshwright.checkpoint.folder import Manifest, before, find, read_manifest
 from meshwright.checkpoint.folder import verify as check
-from meshwright.checkpoint.pieces import Piece, PieceLoader
+from meshwright.checkpoint.pieces import LocalPiece, PieceLoader
 from meshwright.checkpoint.rank_agreement import RankAgreement, without_warning
 from meshwright.checkpoint.save import RUN, loaded
 from meshwright.checkpoint.storage import Reader, read_metadata
@@ -30,7 +30,7 @@ _SHOWN = 8  # most missing names, and most unexpected names, that an error lists
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """The result of a load, besides the restored model and optimizers.
 
     Attributes:
@@ -138,7 +138,7 @@ class StoredCheckpoint:
         """The first of a parameter's names under which the checkpoint has it; None if it has none of them."""
         return next((name for name in names if self.tensor(f"model.{name}") is not None), None)
 
-    def read(self, pieces: Sequence[Piece], names: Mapping[str, str], agreement: RankAgreement) -> None:
+    def read(self, pieces: Sequence[LocalPiece], names: Mapping[str, str], agreement: RankAgreement) -> None:
         """Reads values into the memory of this rank's pieces. Collective.
 
         Args:
@@ -194,7 +194,7 @@ def _more(count: int, kind: str, findings: Findings) -> None:
         findings.add(where="…", given=f"{count - _SHOWN} more that are {kind}", required="the same names on both sides")
 
 
-def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[Piece], dict[str, str]]:
+def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[LocalPiece], dict[str, str]]:
     """The pieces to read the model's values into; and name of a piece → its name in the checkpoint.
 
     A buffer with another shape than the saved one is replaced by an empty tensor of that shape.
@@ -210,7 +210,7 @@ def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[Pie
         if getattr(module, key).shape != saved.size:  # a forward may assign a buffer of another shape
             setattr(module, key, getattr(module, key).new_empty(saved.size))
         if not getattr(module, key).is_meta:
-            pieces.append(Piece.of_full_tensor(f"model.{name}", getattr(module, key).detach()))
+            pieces.append(LocalPiece.of_full_tensor(f"model.{name}", getattr(module, key).detach()))
     return pieces, names
 
 
@@ -226,7 +226,7 @@ class OptimizerState:
     """
 
     optimizer: Optimizer
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
     names: Mapping[str, str]
     state: Mapping[int, dict[str, Any]]
     groups: tuple[dict[str, Any], ...]
@@ -249,7 +249,7 @@ def optimizer_state(
     saved = stored.run["optimizers"][number]
     index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     by_id = {id(local.parameter): local for local in contents.parameters}
-    pieces: list[Piece] = []
+    pieces: list[LocalPiece] = []
     names: dict[str, str] = {}
     state: dict[int, dict[str, Any]] = {}
     for parameter in (by_id[key] for key in index if key in by_id):

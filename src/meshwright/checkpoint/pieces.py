@@ -1,4 +1,4 @@
-"""``Piece``: a rank's slices of a tensor, as DCP chunks; and DCP's planners for saving and loading pieces.
+"""``LocalPiece``: a rank's slices of a tensor, as DCP chunks; and DCP's planners for saving and loading pieces.
 
 A rank's slice may be several ranges of a dim: of a fused QKV weight, a rank holds rows of each of three blocks. Each
 combination of ranges is one DCP chunk of the full tensor. So a checkpoint does not depend on the layout, and loads into any
@@ -41,7 +41,7 @@ Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalPiece:
     """The part of a tensor that this rank holds.
 
     Attributes:
@@ -57,7 +57,7 @@ class Piece:
     slices: Slices
 
     @classmethod
-    def of_full_tensor(cls, name: str, value: Tensor) -> Piece:
+    def of_full_tensor(cls, name: str, value: Tensor) -> LocalPiece:
         """The piece of a tensor that this rank holds in full."""
         return cls(name, tuple(value.shape), value, tuple(((0, n),) for n in value.shape))
 
@@ -83,7 +83,7 @@ class Piece:
 class _Chunks:
     """The chunks of many pieces, by name and offsets."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[LocalPiece]) -> None:
         self.pieces = {piece.name: piece for piece in pieces}
         self._parts = {(p.name, offsets): part for p in self.pieces.values() for offsets, part in p.chunks()}
 
@@ -99,7 +99,7 @@ class _Chunks:
 class PieceSaver(DefaultSavePlanner):
     """DCP's planner for saving pieces. DCP writes a chunk that several ranks hold once, on the rank with least to write."""
 
-    def __init__(self, pieces: Iterable[Piece], on_progress: OnProgress = ignore_progress) -> None:
+    def __init__(self, pieces: Iterable[LocalPiece], on_progress: OnProgress = ignore_progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._chunks, self._on_progress = _Chunks(pieces), on_progress
 
@@ -139,7 +139,7 @@ class PieceLoader(DefaultLoadPlanner):
 
     def __init__(
         self,
-        pieces: Iterable[Piece],
+        pieces: Iterable[LocalPiece],
         names: Mapping[str, str] | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:

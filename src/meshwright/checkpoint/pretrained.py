@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.conversion import MatchedTensors, Source, Values, matched
+from meshwright.checkpoint.conversion import MatchedTensors, SourceTensor, Values, matched
 from meshwright.checkpoint.folder import OnProgress, ignore_progress
 from meshwright.checkpoint.lazy_tensor import LazyTensor, read_slices
 from meshwright.checkpoint.rank_agreement import RankAgreement
@@ -110,7 +110,7 @@ class _LazyTensors:
     def __init__(self) -> None:
         self._last: tuple[Values | None, Any] = (None, {})
 
-    def get(self, source: Source, name: str) -> LazyTensor:
+    def get(self, source: SourceTensor, name: str) -> LazyTensor:
         """The lazy tensor of a source. ``name``: of the tensor in the model."""
         if self._last[0] is not source.values:
             self._last = (None, {})  # free the last result before the next one is made
@@ -180,7 +180,7 @@ def _add_problems(
         _check_names(model.module, targets, match, path, findings)
 
 
-def _check(name: str, source: Source, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
+def _check(name: str, source: SourceTensor, shape: tuple[int, ...], dtype: torch.dtype, findings: Findings) -> None:
     """Adds a finding if a tensor of the folder has another shape than the model's, or a dtype that cannot be converted."""
     if source.shape != shape:
         fix = "build the model from the folder's own config.json"

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright.checkpoint.contents import OptimizerContents
 from meshwright.checkpoint.folder import Manifest, begin, described, publish, write_file
 from meshwright.checkpoint.lock import Lock, hold
-from meshwright.checkpoint.pieces import Piece, PieceSaver
+from meshwright.checkpoint.pieces import LocalPiece, PieceSaver
 from meshwright.checkpoint.rank_agreement import RankAgreement, because, cause, without_warning
 from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.storage import METADATA, Writer
@@ -87,7 +87,7 @@ class Snapshot:
         about: facts for the manifest.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[LocalPiece]
     optimizers: Sequence[OptimizerContents]
     run: Mapping[str, Any]
     files: Mapping[str, str]

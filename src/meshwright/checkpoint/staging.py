@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from meshwright.checkpoint.pieces import Piece
+from meshwright.checkpoint.pieces import LocalPiece
 
 
 class Staging:
@@ -22,7 +22,7 @@ class Staging:
     def __init__(self) -> None:
         self._stager = _new_stager()
 
-    def __call__(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def __call__(self, pieces: Sequence[LocalPiece]) -> list[LocalPiece]:
         copies = self._stager.stage({"pieces": [piece.local for piece in pieces]})
         assert isinstance(copies, dict)  # not a future, since the stager is not asynchronous
         if not _stager_is_reusable():

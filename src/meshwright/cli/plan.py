@@ -38,7 +38,7 @@ from meshwright.plan import Plan
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
-    from meshwright.search.find import Found, Proposal
+    from meshwright.search.find import Proposal, SearchResult
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _subject(request: Request, search: Search) -> Subject:
     return subject
 
 
-def _best_plans(subject: Subject, request: Request, search: Search, tell: Callable[[str], None]) -> Found:
+def _best_plans(subject: Subject, request: Request, search: Search, tell: Callable[[str], None]) -> SearchResult:
     """Searches the plans, and with ``--measure`` also runs them here.
 
     Args:
@@ -150,8 +150,8 @@ def _best_plans(subject: Subject, request: Request, search: Search, tell: Callab
 
 
 def _measured(
-    subject: Subject, found: Found, devices: int, rows: int | None, steps: int, tell: Callable[[str], None]
-) -> Found:
+    subject: Subject, found: SearchResult, devices: int, rows: int | None, steps: int, tell: Callable[[str], None]
+) -> SearchResult:
     """The found plans with measurements: each runs ``steps`` steps in ``devices`` local processes.
 
     Each process has as many threads as the profile was measured with.
@@ -188,7 +188,7 @@ def _check_measured(measure: int | None, devices: int | None, profile: Profile) 
         check_measurable(Plan({"dp_shard": devices}), profile)
 
 
-def _data(found: Found) -> dict[str, Any]:
+def _data(found: SearchResult) -> dict[str, Any]:
     """The result of the search as plain values, for JSON."""
     return {
         "considered": found.considered,

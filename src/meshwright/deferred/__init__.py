@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from meshwright.deferred.log import Log, Ref, copied, ref_of
 from meshwright.deferred.memory import address_of, bits_of
-from meshwright.deferred.recorder import Readers, Recorder
+from meshwright.deferred.recorder import InitRecorder, Readers
 from meshwright.generators import seed_all
 
 __all__ = ["Build", "RecordedModule", "record"]
@@ -98,7 +98,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     """
     if seed is not None:
         seed_all(seed)
-    recorder = Recorder(draw, small)
+    recorder = InitRecorder(draw, small)
     with Readers(recorder), recorder:
         module = build()
     _drop_graphs(module)
@@ -120,7 +120,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     return RecordedModule(module, recorder.log, values, draw, by_chance)
 
 
-def _by_chance(module: nn.Module, recorder: Recorder) -> tuple[str, ...]:
+def _by_chance(module: nn.Module, recorder: InitRecorder) -> tuple[str, ...]:
     """The names of buffers and attributes that depend on random numbers, as far as torch functions made them."""
     names: list[str] = []
     for path, owner in module.named_modules():
@@ -133,7 +133,7 @@ def _by_chance(module: nn.Module, recorder: Recorder) -> tuple[str, ...]:
     return (*names, *(["what cannot be told of tensors"] if recorder.told_by_chance else []))
 
 
-def _value(parameter: Tensor, recorder: Recorder) -> _Value:
+def _value(parameter: Tensor, recorder: InitRecorder) -> _Value:
     """How to compute a parameter's value: by replay of the log, or a copy if the log does not make it."""
     if nn.parameter.is_lazy(parameter) or parameter.is_meta:
         return None

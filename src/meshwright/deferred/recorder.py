@@ -1,4 +1,4 @@
-"""``Recorder``: a dispatch mode that logs the ops that make large tensors, and computes values that are read."""
+"""``InitRecorder``: a dispatch mode that logs the ops that make large tensors, and computes values that are read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Cell(NamedTuple):
         return None if memory is None else storage_over(memory)
 
 
-class Recorder(TorchDispatchMode):
+class InitRecorder(TorchDispatchMode):
     """Defers large tensors while ``build()`` runs.
 
     Args:
@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):
 class Readers(FunctionMode):
     """Gives values to functions that read tensors below torch's dispatcher."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -76,13 +76,13 @@ class MemoryProfile:
     Attributes:
         roles: one for each role.
         capacity: bytes of a device; 0 for a plan alone.
-        taken: bytes of the device that a process uses besides its tensors.
+        context: bytes of the device that a process uses besides its tensors (of CUDA: its context).
         notes: texts for a reader.
     """
 
     roles: tuple[RoleMemory, ...]
     capacity: int = 0
-    taken: int = 0
+    context: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -106,7 +106,7 @@ def memory_profile(shards: ShardMap, prediction: Prediction | None = None) -> Me
         roles.append(memory if prediction is None else _predicted(memory, prediction, role.rank))
     if prediction is None:
         return MemoryProfile(tuple(roles))
-    return MemoryProfile(tuple(roles), prediction.capacity, prediction.taken)
+    return MemoryProfile(tuple(roles), prediction.capacity, prediction.context)
 
 
 def _predicted(base: RoleMemory, prediction: Prediction, rank: int) -> RoleMemory:

@@ -13,7 +13,7 @@ from meshwright.amounts import duration_text, size_text
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
-    from meshwright.search.find import Found, Proposal
+    from meshwright.search.find import Proposal, SearchResult
 
 _REJECTED = 6  # most families of plans that do not fit
 _FRONTIER = 8  # most plans between the smallest and the fastest
@@ -21,7 +21,7 @@ _TERMS = 3  # most terms of a step that are named
 _SMALL = 0.005  # terms with a smaller share of a step are left out: they would print as 0 %
 
 
-def drawn(result: Found, profile: Profile, file: str | None) -> RenderableType:
+def drawn(result: SearchResult, profile: Profile, file: str | None) -> RenderableType:
     """The result of a search as a renderable for rich. ``file``: the best plan was written to it; None if to none."""
     heading = Text.assemble(
         (f"{result.considered:,} plans", "bold"),
@@ -42,7 +42,7 @@ def drawn(result: Found, profile: Profile, file: str | None) -> RenderableType:
     return Group(*parts)
 
 
-def _plans(result: Found) -> Table:
+def _plans(result: SearchResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("mesh", "microbatches", "schedule", "recompute"):
         table.add_column(name)
@@ -59,7 +59,7 @@ def _plans(result: Found) -> Table:
     return table
 
 
-def measured_table(result: Found) -> Table:
+def measured_table(result: SearchResult) -> Table:
     """A line for each measured plan, the fastest first. Errors are (predicted - measured) / measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mesh")
@@ -90,7 +90,7 @@ def _largest_terms(proposal: Proposal) -> str:
     return ", ".join(f"{term} {share:.0%}" for term, share in shares.items() if share > _SMALL)
 
 
-def _rejected(result: Found) -> list[Text]:
+def _rejected(result: SearchResult) -> list[Text]:
     lines = []
     for family in result.rejected[:_REJECTED]:
         smallest = f"the smallest ({family.least.words}) needs {size_text(family.nbytes)} on a rank"
@@ -103,7 +103,7 @@ def _rejected(result: Found) -> list[Text]:
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 
 
-def _frontier(result: Found) -> Table:
+def _frontier(result: SearchResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     step = max(1, len(result.frontier) // _FRONTIER)
     for estimate in result.frontier[::-1][::step][:_FRONTIER]:

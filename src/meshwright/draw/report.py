@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # predictions are made where torch is loaded
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCosts:
     """Time and memory of a step under a plan, predicted or measured.
 
     Attributes:
@@ -74,7 +74,7 @@ class Report:
     timeline: Timeline
     memory: MemoryProfile
     communication: Communication
-    steps: tuple[Step, ...] = ()
+    steps: tuple[StepCosts, ...] = ()
     mismatches: tuple[Mismatch, ...] | None = None
     notes: tuple[str, ...] = ()
     per_node: int = 0
@@ -162,9 +162,9 @@ def _recipe_of(prediction: Prediction) -> Recipe:
     return prediction.recipe
 
 
-def _step(name: str, prediction: Prediction) -> Step:
+def _step(name: str, prediction: Prediction) -> StepCosts:
     seconds = prediction.seconds
-    return Step(
+    return StepCosts(
         name, prediction.mesh, prediction.hardware, prediction.source, (seconds.seconds, seconds.low, seconds.high),
         dict(seconds.waterfall), prediction.peak, prediction.capacity, prediction.fits,
     )  # fmt: skip

@@ -93,7 +93,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Line:
+class PipelineLane:
     """The actions of the ranks with one index on the pipeline axis.
 
     Attributes:
@@ -131,7 +131,7 @@ class Timeline:
     schedule: str
     microbatches: int
     length: float
-    lines: tuple[Line, ...]
+    lines: tuple[PipelineLane, ...]
     transfers: tuple[Transfer, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
 
@@ -332,7 +332,7 @@ def _timeline(
     for pp, slots_of_rank in enumerate(slots):
         stages = tuple(stage for stage, pp_of_stage in enumerate(schedule.stage_rank) if pp_of_stage == pp)
         ranks = recipe.stage_ranks_of(stages[0]) if recipe.stages else range(recipe.mesh.size)
-        lines.append(Line(stages, tuple(ranks), tuple(slots_of_rank), most_in_flight(schedule, pp)))
+        lines.append(PipelineLane(stages, tuple(ranks), tuple(slots_of_rank), most_in_flight(schedule, pp)))
     length = max((slot.stop for line in lines for slot in line.slots), default=0.0)
     return Timeline(
         unit, recipe.schedule, recipe.microbatches, length, tuple(lines), tuple(transfers), tuple(exchanges)
@@ -340,5 +340,6 @@ def _timeline(
 
 
 __all__ = [
-    "COMPUTE", "Exchange", "Line", "Slot", "Timeline", "Transfer", "differences", "measured", "seconds_by_kind", "timeline",
+    "COMPUTE", "Exchange", "PipelineLane", "Slot", "Timeline", "Transfer", "differences", "measured", "seconds_by_kind",
+    "timeline",
 ]  # fmt: skip

@@ -64,7 +64,18 @@ _REQUIRED = {
     "scatter": "0.1",
     "nodes": "{node: {devices: 8, " + ", ".join(f"{key}: {value}" for key, value in _LINK.items()) + "}}",
 }
-_KEYS = (*_REQUIRED, *ABSENT, "update_fraction", "contention", "slower", "notes", "cores", "node", "networks", "network")
+_KEYS = (
+    *_REQUIRED,
+    *ABSENT,
+    "update_fraction",
+    "contention",
+    "slower",
+    "notes",
+    "cores",
+    "node",
+    "networks",
+    "network",
+)
 
 
 def read_profile(name_or_path: str, *, node: str | None = None, network: str | None = None) -> Profile:

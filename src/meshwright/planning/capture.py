@@ -21,7 +21,7 @@ from meshwright.planning.memory import path_of_sizes, path_of_the_next_forward, 
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.origins import Origins
-from meshwright.planning.recorder import Recorder
+from meshwright.planning.recorder import ForwardRecorder
 from meshwright.planning.shadow import Shadow
 from meshwright.private import pytree
 
@@ -77,7 +77,7 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
 
 def _next_path(
     graph: ModelGraph,
-    record: Callable[..., tuple[Recorder, Shadow]],
+    record: Callable[..., tuple[ForwardRecorder, Shadow]],
     changed: Sequence[Slot],
     acted_on: Sequence[Slot],
     snapshot: StateSnapshot,
@@ -101,12 +101,12 @@ def _next_path(
 
 
 def _with_sizes_of_values(
-    recorder: Recorder,
-    record: Callable[..., tuple[Recorder, Shadow]],
+    recorder: ForwardRecorder,
+    record: Callable[..., tuple[ForwardRecorder, Shadow]],
     changed: Sequence[Slot],
     snapshot: StateSnapshot,
     draws: bool,
-) -> Recorder:
+) -> ForwardRecorder:
     """The recording, with a span for each tensor whose size depends on values (a mask selects it): it may not cross a cut.
 
     The first recording assumed such sizes. A second one with other sizes shows which tensors have them. If the path depends
@@ -126,8 +126,8 @@ def _with_sizes_of_values(
 
 
 def _with_sizes_of_batch(
-    recorder: Recorder,
-    record: Callable[..., tuple[Recorder, Shadow]],
+    recorder: ForwardRecorder,
+    record: Callable[..., tuple[ForwardRecorder, Shadow]],
     changed: Sequence[Slot],
     snapshot: StateSnapshot,
     draws: bool,
@@ -145,12 +145,12 @@ def _with_sizes_of_batch(
 
 
 def _of_other_sizes(
-    record: Callable[..., tuple[Recorder, Shadow]],
+    record: Callable[..., tuple[ForwardRecorder, Shadow]],
     changed: Sequence[Slot],
     snapshot: StateSnapshot,
     draws: bool,
     **sizes: bool,
-) -> Recorder | None:
+) -> ForwardRecorder | None:
     """The forward, recorded with other assumptions about sizes that depend on values; None if it cannot run with them."""
     try:
         return record(changed, draws=draws, **sizes)[0]
@@ -160,7 +160,7 @@ def _of_other_sizes(
         snapshot.put_back()
 
 
-def _of_another_size(recorder: Recorder, other: Recorder | None) -> set[int] | None:
+def _of_another_size(recorder: ForwardRecorder, other: ForwardRecorder | None) -> set[int] | None:
     """The values whose shape differs between two recordings.
 
     None if the recordings have different events, or if Python read a differing size of a tensor that is no value.
@@ -185,7 +185,7 @@ def _recorded(
     fewer_known: bool = False,
     sizes_read: bool = False,
     draws: bool = False,
-) -> tuple[Recorder, Shadow]:
+) -> tuple[ForwardRecorder, Shadow]:
     """Records one forward. Returns the recorder, and the shadow with the assumptions that it made.
 
     Args:
@@ -198,7 +198,7 @@ def _recorded(
     """
     shadow = Shadow(fewer=fewer, fewer_known=fewer_known, origins=origins)
     functions = MetaFunctions(origins)
-    recorder = Recorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
+    recorder = ForwardRecorder(model, changed, lambda: shadow.sized if sizes_read else 0, draws=draws)
     modes = (shadow, recorder.cost, recorder.memory, functions, following(model, recorder), recorder.uses.watched())
     with ExitStack() as stack:
         for mode in modes:

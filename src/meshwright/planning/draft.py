@@ -13,7 +13,7 @@ from meshwright.graph import ModelGraph
 from meshwright.plan import Entry, Plan
 from meshwright.planning.cuts import Cuts
 from meshwright.planning.places import Branches
-from meshwright.planning.units import Uses
+from meshwright.planning.units import ParameterUses
 from meshwright.recipe import Stage, Unit
 
 Run = Callable[[nn.Module], Any]
@@ -82,7 +82,7 @@ class Draft:
     units: tuple[Unit, ...] = ()
     recompute: tuple[str, ...] = ()
     cuts: Cuts | None = None
-    uses: Uses | None = None
+    uses: ParameterUses | None = None
     drawn: bool = False
     stages: tuple[Stage, ...] = ()
     homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.layout import REPLICATE, Shard
 from meshwright.planning.cuts import AS_SAID, Style, cut_in_style
 from meshwright.planning.meta_functions import gradients_without_values
-from meshwright.planning.units import Uses
+from meshwright.planning.units import ParameterUses
 from meshwright.private import pytree, storage_of
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.comm import PlannedAxis
@@ -181,7 +181,7 @@ class Planner:
         self.differentiates = False
         # Tensors whose storages are in ``memory``: their addresses must not be used again.
         self._alive: list[Tensor] = []
-        self.uses: Uses | None = None
+        self.uses: ParameterUses | None = None
         self._asked: set[str] | None = None
         self._known: dict[tuple[Any, ...], DecidedCall] = {}
 

@@ -1,4 +1,5 @@
-"""``Recorder``: records one forward while it runs: its calls, events and values, and the spans that must stay in one stage."""
+"""``ForwardRecorder``: records one forward while it runs: its calls, events and values, and the spans that must stay in one
+stage."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _names_of(ids: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names[i] for i in ids if i in names))
 
 
-class Recorder(Tracer):
+class ForwardRecorder(Tracer):
     """Records a forward while it runs.
 
     Args:

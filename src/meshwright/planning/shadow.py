@@ -2,8 +2,8 @@
 
 A tensor that is computed from parameters has a shape and no values. A tensor that is computed from the batch alone (masks,
 positions, shifted labels) has values. If the model reads a value that does not exist, one is assumed: a mask is all true, a
-number is one. So planning may see another path than a run takes. This can cost speed, not correctness: a plan is right for any
-path.
+number is one, a bool is true, or false if the model raises an error then (guards.py). So planning may see another path than a
+run takes. This can cost speed, not correctness: a plan is right for any path.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from meshwright.planning.assumed import (
     of_another,
     to_meta,
 )
+from meshwright.planning.guards import raises_if_true
 from meshwright.planning.origins import Origins
 from meshwright.private import DispatchMode, pytree, storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
@@ -130,7 +131,8 @@ class Shadow(DispatchMode):
             self.sized += func is not aten.masked_select.default or tensors[1].is_meta
             return SIZED[func](self._selected_count, *args, **kwargs)
         if kind.is_asked:
-            return ASSUMED[func](*args, **kwargs)
+            answer = ASSUMED[func](*args, **kwargs)
+            return False if answer is True and raises_if_true() else answer
         if kind.has_no_meta:
             return NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:

@@ -23,8 +23,8 @@ class SlotUses:
 
     Its tables:
 
-        touched      memory → the events that use and change it, in order. A ``Recorder`` adds to it.
-        changed_in   call → the slots that it changed. A ``Recorder`` adds to it.
+        touched      memory → the events that use and change it, in order. A ``ForwardRecorder`` adds to it.
+        changed_in   call → the slots that it changed. A ``ForwardRecorder`` adds to it.
         _carried     slot → the memories of the tensors that it held before the forward.
         _before      slot → its content before the forward; ``_tensor_meta``: the ``TensorMeta`` of a plain tensor.
 

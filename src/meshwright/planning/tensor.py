@@ -32,7 +32,7 @@ from meshwright.planning.families import families
 from meshwright.planning.known_shapes import KnownShapes, ShapeEntries
 from meshwright.planning.planner import Decisions, Planner, Reading, StyleChanged
 from meshwright.planning.shadow import Shadow
-from meshwright.planning.units import Uses
+from meshwright.planning.units import ParameterUses
 from meshwright.private import storage_of
 from meshwright.spmd.autograd_functions import custom_functions
 from meshwright.spmd.comm import Ledger, PlannedAxis
@@ -48,7 +48,7 @@ def infer_cuts(
     styles: Mapping[str, Style],
     names: Mapping[int, str],
     seeds: Callable[[Dispatcher], Any] | None = None,
-    uses: Uses | None = None,
+    uses: ParameterUses | None = None,
 ) -> Cuts:
     """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
 
@@ -117,7 +117,7 @@ def _followed(
     names: Mapping[int, str],
     families: Mapping[str, str],
     seeds: Callable[[Dispatcher], Any] | None,
-    uses: Uses | None,
+    uses: ParameterUses | None,
     passes: int = 400,
 ) -> SettledForward:
     learnt: dict[str, Style] = {}

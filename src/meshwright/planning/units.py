@@ -1,5 +1,5 @@
-"""Repeated blocks of a model (a unit is gathered, recomputed and sharded over the sequence as one), and ``Uses``: where a
-forward uses each parameter."""
+"""Repeated blocks of a model (a unit is gathered, recomputed and sharded over the sequence as one), and ``ParameterUses``:
+where a forward uses each parameter."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Cast(NamedTuple):
     dtype: torch.dtype
 
 
-class Uses:
+class ParameterUses:
     """Records, during a forward, whether every use of a parameter is within the forward of its own unit.
 
     While FSDP2 has gathered a unit, its modules hold other Parameter objects. A Parameter that the model read from the module

@@ -42,7 +42,7 @@ class DryRun:
         exchanges: the collectives of a step, by kind and axis.
         host_reads: (function, line of the model) of each read of a value on the host, which the rehearsal assumed. See
             ``check_host_reads``.
-        hardware, capacity, taken, mesh, notes: see ``Prediction``.
+        hardware, capacity, context, mesh, notes: see ``Prediction``.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class DryRun:
     hardware: str
     mesh: str
     capacity: int = 0
-    taken: int = 0
+    context: int = 0
     notes: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class DryRun:
             ],
             "host_reads": [{"function": function, "line": line} for function, line in self.host_reads],
             "capacity": self.capacity,
-            "taken": self.taken,
+            "context": self.context,
             "notes": list(self.notes),
         }
 
@@ -119,7 +119,7 @@ def dry_run(
     functions = [event for _, events in last_step(trace) for event in events if isinstance(event, Op)]
     return DryRun(
         rank, role, memory, predicted, len(functions), sum(op.flops for op in functions), _exchanges(trace, recipe),
-        trace.assumed, profile.name, str(recipe.mesh), capacity=profile.memory, taken=profile.context, notes=recipe.notes,
+        trace.assumed, profile.name, str(recipe.mesh), capacity=profile.memory, context=profile.context, notes=recipe.notes,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def predict(
     exchanges = {rank: _exchanges(phases_of_rank) for rank, phases_of_rank in phases.items()}
     return Prediction(
         roles, memories, seconds, profile.name, str(recipe.mesh),
-        capacity=profile.memory, taken=profile.context, notes=(*recipe.notes, *_notes(assumed)),
+        capacity=profile.memory, context=profile.context, notes=(*recipe.notes, *_notes(assumed)),
         recipe=recipe, played=played, exchanges=exchanges,
         ran_whole=tuple(dict.fromkeys(function for cost in costs.values() for function in cost.ran_whole)),
         per_node=profile.devices_per_node,

@@ -113,7 +113,7 @@ def rehearsal_of(
 
 
 @dataclass(frozen=True)
-class Step:
+class RehearsedStep:
     """A step to rehearse.
 
     Attributes:
@@ -128,10 +128,10 @@ class Step:
 
 
 # The first allocates gradients and optimizer states. So the second is one of many.
-TWO_STEPS = (Step(most=1), Step())
+TWO_STEPS = (RehearsedStep(most=1), RehearsedStep())
 
 
-def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[Step] = TWO_STEPS) -> Trace:
+def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = TWO_STEPS) -> Trace:
     """Rehearses steps of a rank, and returns their trace.
 
     Raises:
@@ -167,7 +167,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
     )
 
 
-def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence[Step]) -> Trace:
+def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence[RehearsedStep]) -> Trace:
     """Runs steps of this rank under a ``Tracker``, and returns the trace."""
     rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
     # Rows that have values are recorded with them, since the model may branch on them.

@@ -42,7 +42,7 @@ class Prediction:
         hardware: name of the profile.
         mesh: the plan's mesh.
         capacity: bytes of a device.
-        taken: of these, bytes that a process takes besides its tensors.
+        context: of these, bytes that a process takes besides its tensors (of CUDA: its context).
         source: ``predicted`` or ``measured``.
         notes: remarks for the reader.
         recipe: the recipe of the plan.
@@ -61,7 +61,7 @@ class Prediction:
     hardware: str
     mesh: str
     capacity: int = 0
-    taken: int = 0
+    context: int = 0
     source: str = "predicted"
     notes: tuple[str, ...] = ()
     recipe: Recipe | None = None
@@ -86,7 +86,7 @@ class Prediction:
     def device_bytes(self, rank: int = 0) -> tuple[int, int]:
         """(least, most) bytes of a device that a rank needs: without and with those that an allocator may hold in addition."""
         memory = self.memory(rank)
-        return memory.low + self.taken, memory.high + self.taken
+        return memory.low + self.context, memory.high + self.context
 
     @property
     def fits(self) -> bool:

@@ -67,7 +67,7 @@ class Loss:
 
 
 @dataclass
-class Step:
+class CopiedStep:
     """One step of this rank's optimizers.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.recording.copies import Step, TensorCopy
+from meshwright.recording.copies import CopiedStep, TensorCopy
 from meshwright.recording.folder import FORMAT
 from meshwright.recording.parameter_names import NamedParameter
 from meshwright.recording.views import Views
@@ -17,7 +17,7 @@ from meshwright.recording.views import Views
 def facts_of_rank(
     parameters: Sequence[NamedParameter],
     start: Mapping[str, TensorCopy],
-    steps: Sequence[Step],
+    steps: Sequence[CopiedStep],
     count: int,
     axes: Mapping[str, int],
 ) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _parameter_facts(parameter: NamedParameter, start: TensorCopy, stepped: bool
     }
 
 
-def _step_facts(step: Step) -> dict[str, Any]:
+def _step_facts(step: CopiedStep) -> dict[str, Any]:
     return {
         "losses": [[loss.value, loss.dtype, loss.rows] for loss in step.losses],
         "rows": step.rows,

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.errors import Finding, Findings, PlanError
-from meshwright.recording.copies import Step, TensorCopy, copied, digests_of_rows, loss_value, settings_of
+from meshwright.recording.copies import CopiedStep, TensorCopy, copied, digests_of_rows, loss_value, settings_of
 from meshwright.recording.folder import is_recording
 from meshwright.recording.layout import Layout, OfJob, axis_names
 from meshwright.recording.manifest import facts_of_rank, manifest_of
@@ -104,10 +104,10 @@ class Recording:
         self._by_id = {id(parameter.tensor): parameter for parameter in self._parameters}
         self._optimizers, self._max_steps, self._axes = optimizers, steps, axes
         self._start: dict[str, TensorCopy] = {}
-        self._steps: list[Step] = []
+        self._steps: list[CopiedStep] = []
         self._count: dict[int, int] = {}  # id of an optimizer → number of its steps
         self._depth = 0  # of nested steps: a wrapper's step calls that of its optimizer
-        self._pending = Step()  # losses and rows since the last step of an optimizer
+        self._pending = CopiedStep()  # losses and rows since the last step of an optimizer
         self._handles: list[Any] = []
         self._check()
 
@@ -184,7 +184,7 @@ class Recording:
             }
         is_first_optimizer = number > len(self._steps)
         if is_first_optimizer:
-            self._steps.append(Step())
+            self._steps.append(CopiedStep())
         step = self._steps[number - 1]
         # The first optimizer of a step also copies the gradients of parameters that no optimizer holds.
         self._copy_gradients(
@@ -193,7 +193,7 @@ class Recording:
         step.losses += self._pending.losses
         step.rows += self._pending.rows
         step.settings.append(settings_of(optimizer))
-        self._pending = Step()
+        self._pending = CopiedStep()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The hook after an optimizer's step: copies parameters. After the last step, writes the folder."""
@@ -224,7 +224,7 @@ class Recording:
         ids = (id(p) for group in optimizer.param_groups for p in group["params"])
         return [self._by_id[key] for key in ids if key in self._by_id]
 
-    def _copy_gradients(self, step: Step, parameters: list[NamedParameter], optimizer: Optimizer) -> None:
+    def _copy_gradients(self, step: CopiedStep, parameters: list[NamedParameter], optimizer: Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, if the optimizer's kernel unscales
         if scale is not None:
             step.notes["gradients were scaled by a GradScaler, and are recorded without its scale"] = None
@@ -277,7 +277,7 @@ class Recording:
         temporary = temporary_of(self.path)
         copies_by_file: dict[str, Mapping[str, TensorCopy]] = {"start": self._start}
         for i in range(count):
-            step = self._steps[i] if i < len(self._steps) else Step()
+            step = self._steps[i] if i < len(self._steps) else CopiedStep()
             copies_by_file[f"gradients-{i + 1}"] = step.gradients
             copies_by_file[f"parameters-{i + 1}"] = step.parameters
         tensors: dict[str, Views] = {}

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function as AutogradFunction
 from torch.fx import Graph, GraphModule, Node
 
-from meshwright.replay.nodes import CallUnderMode, Move
+from meshwright.replay.nodes import CallUnderMode, MoveCall
 from meshwright.replay.program import LocalProgram, is_uneven
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
@@ -96,13 +96,13 @@ def _with_operators(graph: Graph) -> tuple[Graph, tuple[_Kind, ...]]:
             continue
         if isinstance(node.target, CallUnderMode):
             raise NotCompiled("a part of it is without gradients, or in another autocast")
-        if isinstance(node.target, Move):
+        if isinstance(node.target, MoveCall):
             moves.append(_replace(copied, node, node.target))
     copied.lint()
     return copied, tuple(moves)
 
 
-def _replace(graph: Graph, node: Node, move: Move) -> _Kind:
+def _replace(graph: Graph, node: Node, move: MoveCall) -> _Kind:
     if any(is_uneven(option) for option in move.options):
         raise NotCompiled("ranks hold uneven shares")
     kind = _Kind.of(move.function, move.axis, move.options)

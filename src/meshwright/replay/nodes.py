@@ -23,7 +23,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """Where an input of a program comes from, at each call.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
     move: str = ""
 
 
-class Move:
+class MoveCall:
     """A collective over an axis, or the begin or end of sharded work (spmd/redistribute.py), as a function of one tensor.
 
     Args:
@@ -61,7 +61,7 @@ class Move:
         return moved
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Move) and (self._token() == other._token())
+        return isinstance(other, MoveCall) and (self._token() == other._token())
 
     def __hash__(self) -> int:
         return hash(self._token())

@@ -31,7 +31,7 @@ from torch.fx import Node as Call
 from torch.nn import functional
 
 from meshwright.private import autocast_is_on, saved_tensors_are_hooked, without_modes
-from meshwright.replay.nodes import Move
+from meshwright.replay.nodes import MoveCall
 from meshwright.replay.program import Expected, Function, LocalProgram, compiled
 from meshwright.replay.recorder import UnnamedFunction
 from meshwright.spmd import patches, redistribute
@@ -74,7 +74,7 @@ class Products:
     It returns the moved tensor and the products.
     """
 
-    def __init__(self, move: Move, products: Sequence[Product]) -> None:
+    def __init__(self, move: MoveCall, products: Sequence[Product]) -> None:
         self.move, self.products = move, tuple(products)
         self.__name__ = f"{move.name}_and_products"
         self._apply = patches.apply_of(_Products)
@@ -148,7 +148,7 @@ def _summed(
     return total.view(moved.shape)
 
 
-def _begun(move: Move, total: Tensor) -> Finish:
+def _begun(move: MoveCall, total: Tensor) -> Finish:
     """Begins the backward of a move. If it is differentiated again, it is done at once, as a part of the graph."""
     back, options = move.function.conjugate(*move.options)
     if torch.is_grad_enabled():
@@ -188,7 +188,7 @@ def overlapped(program: LocalProgram) -> Graph | None:
     }
     joined = False
     for call in list(graph.nodes):
-        if isinstance(call.target, Move) and call.target.function in _ENTERING:
+        if isinstance(call.target, MoveCall) and call.target.function in _ENTERING:
             products = {user: p for user in call.users if (p := _product(user, call, parameters)) is not None}
             if any(parameters[weight].trains for _, (weight, *_) in products.values()):
                 _join(graph, call, products)

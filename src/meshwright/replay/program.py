@@ -17,7 +17,7 @@ from torch.fx import Graph
 
 from meshwright.layout import Shard
 from meshwright.private import pytree, raw_local, storage_of, unhooked, version
-from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, Move, Node, Source, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, InputSource, MoveCall, Node, Value
 from meshwright.spmd.alias import Memory
 from meshwright.spmd.comm import Fallback
 from meshwright.spmd.dispatcher import Dispatcher
@@ -73,7 +73,7 @@ class Expected:
         moves: the moves of it that had been made.
     """
 
-    source: Source
+    source: InputSource
     form: Hashable
     trains: bool
     moves: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class LocalProgram:
     """
 
     nodes: tuple[Node, ...]
-    inputs: tuple[tuple[int, Source], ...]
+    inputs: tuple[tuple[int, InputSource], ...]
     expected: tuple[Expected, ...]
     results: tuple[Result, ...]
     returned: tuple[Any, tuple[Any, ...]]
@@ -286,10 +286,10 @@ class Binding:
         changing = [(i, at, move) for i, (kind, at, move) in enumerate(self._fetch) if kind]
         return _CachedInputs(lookup.version, tables, others, module_tensors, inputs, changing)
 
-    def _fetching(self, source: Source) -> tuple[bool, int, str]:
+    def _fetching(self, source: InputSource) -> tuple[bool, int, str]:
         if source.kind == "argument" or (source.kind == "move" and isinstance(source.at, int)):
             return True, source.at, source.move
-        place = Source(source.at[0], source.at[1:]) if source.kind == "move" else source
+        place = InputSource(source.at[0], source.at[1:]) if source.kind == "move" else source
         return False, self._index[place], source.move
 
     def _input(
@@ -322,7 +322,7 @@ class Binding:
             elif move.tensor[0] == "result":
                 moved = results[move.tensor[1]]
             else:
-                moved = module_tensors[self._index[Source(move.tensor[0], move.tensor[1:])]]
+                moved = module_tensors[self._index[InputSource(move.tensor[0], move.tensor[1:])]]
             memo = (_written(moved), move.grad, outs[at])
             if type(moved) is GlobalTensor:
                 moved._mw_memo[move.kind] = memo
@@ -454,7 +454,7 @@ class _Known:
         return part if len(vars(part)) == 1 else None
 
 
-def _table(block: nn.Module, source: Source) -> tuple[dict[str, Any], str]:
+def _table(block: nn.Module, source: InputSource) -> tuple[dict[str, Any], str]:
     """(the module's dict that holds a parameter, buffer or attribute, its name there)."""
     path, name = source.at
     module = block.get_submodule(path)
@@ -475,7 +475,7 @@ def _has_facts(t: Any, expected: Expected) -> bool:
 # --- code to read -----------------------------------------------------------------------------------------------------
 
 
-def _name_of(source: Source) -> str:
+def _name_of(source: InputSource) -> str:
     if source.kind == "argument":
         return f"x{source.at}"
     if isinstance(source.at, int):
@@ -505,7 +505,7 @@ def _lines(program: LocalProgram) -> Iterator[str]:
 
 def _note(node: Node) -> str:
     target = node.target.function if isinstance(node.target, CallUnderMode) else node.target
-    moved = f"{node.bytes} bytes over {target.axis.name}; " if isinstance(target, Move) and node.bytes else ""
+    moved = f"{node.bytes} bytes over {target.axis.name}; " if isinstance(target, MoveCall) and node.bytes else ""
     return f"{moved}{node.line}"
 
 

@@ -1,4 +1,4 @@
-"""``Recorder``: records the functions and collectives on local tensors that a block runs under the SPMD mode.
+"""``BlockRecorder``: records the functions and collectives on local tensors that a block runs under the SPMD mode.
 
 It is a function mode below the SPMD mode. So it sees the functions that the SPMD mode calls on local tensors, and the block's
 functions without a global tensor. A collective is no torch function: a patch reports it. A dispatch mode sees ATen ops, whose
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.blame import model_line
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.private import TorchDispatchMode, pytree, storage_of, without_dispatch
-from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, Move, Node, Source, Value
+from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, InputSource, MoveCall, Node, Value
 from meshwright.replay.state import code_of_model
 from meshwright.spmd import patches, redistribute
 from meshwright.spmd.autograd_functions import FunctionMode, scripted_functions
@@ -51,7 +51,7 @@ class Refused(Exception):
     """A block can have no program; the text says why."""
 
 
-class Recorder(FunctionMode):
+class BlockRecorder(FunctionMode):
     """Records one call of a block.
 
     Args:
@@ -66,16 +66,16 @@ class Recorder(FunctionMode):
         used: number of a tensor from outside that the block uses → its source.
     """
 
-    def __init__(self, inputs: Sequence[tuple[Tensor, Source]], read_only: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[tuple[Tensor, InputSource]], read_only: Sequence[Tensor]) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.refusal = ""
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         self.free: dict[types.CodeType, tuple[Any, ...]] = {}
-        self.used: dict[int, Source] = {}
+        self.used: dict[int, InputSource] = {}
         self._alive: list[Tensor] = []  # the tensors with numbers; kept alive so that their ids are not used again
         self._numbers: dict[int, int] = {}
-        self._sources: dict[int, tuple[Tensor, Source]] = {id(t): (t, s) for t, s in reversed(inputs)}
+        self._sources: dict[int, tuple[Tensor, InputSource]] = {id(t): (t, s) for t, s in reversed(inputs)}
         self._read_only = {storage_of(t) for t in read_only if t.layout is torch.strided}
         self._inside = 0  # how many functions are running whose inner calls are not recorded
         self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
@@ -159,7 +159,7 @@ class Recorder(FunctionMode):
                 x, axis, *options = args
                 size = 0 if function in _QUIET else x.numel() * x.element_size()
                 with self._unseen():
-                    self._record(Move(function, axis, tuple(options)), (x,), {}, result, size)
+                    self._record(MoveCall(function, axis, tuple(options)), (x,), {}, result, size)
             else:
                 self.refuse(f"the autograd function {function.__name__} is used")
             return result
@@ -248,9 +248,9 @@ class Recorder(FunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Calls ``Recorder.operation`` for each ATen op."""
+    """Calls ``BlockRecorder.operation`` for each ATen op."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BlockRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -356,4 +356,4 @@ def _has_effect(function: Any) -> bool:
     )
 
 
-__all__ = ["CONSTANTS", "Recorder", "Refused"]
+__all__ = ["CONSTANTS", "BlockRecorder", "Refused"]

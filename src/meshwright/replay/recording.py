@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.private import function_mode_at, function_modes, pytree, without_modes
-from meshwright.replay.nodes import Source
+from meshwright.replay.nodes import InputSource
 from meshwright.replay.program import (
     Constant,
     Expected,
@@ -27,11 +27,11 @@ from meshwright.replay.program import (
     moves_of,
     valid_moves,
 )
-from meshwright.replay.recorder import Recorder, Refused
+from meshwright.replay.recorder import BlockRecorder, Refused
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.tensor import GlobalTensor, local_of, spec_of
 
-Inputs = list[tuple[Tensor, Source]]
+Inputs = list[tuple[Tensor, InputSource]]
 
 
 class Recording:
@@ -51,7 +51,7 @@ class Recording:
         self._inputs, read_only = _inputs(module, mode, tensors)
         self._moves_before = {source: dict(moves_of(t)) for t, source in self._inputs}
         self._fallbacks: Counter[Any] = Counter()
-        self.recorder = Recorder([(local_of(t), s) for t, s in self._inputs] + _moves(self._inputs), read_only)
+        self.recorder = BlockRecorder([(local_of(t), s) for t, s in self._inputs] + _moves(self._inputs), read_only)
 
     def run(self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the block's forward. ``model``: the whole model, whose generators are watched."""
@@ -103,12 +103,14 @@ class Recording:
         alone = len(leaves) == 1 and leaves[0] is result
         return tuple(results), outputs, (None if alone else spec, tuple(slots))
 
-    def _expected(self, used: Sequence[tuple[int, Source]], memoized: Sequence[MemoizedMove]) -> tuple[Expected, ...]:
+    def _expected(
+        self, used: Sequence[tuple[int, InputSource]], memoized: Sequence[MemoizedMove]
+    ) -> tuple[Expected, ...]:
         """The facts, before the call, of the parameters, buffers and attributes that the program needs."""
         sources = [s for _, s in used if s.kind not in ("argument", "move")]
-        sources += [Source(s.at[0], s.at[1:]) for _, s in used if s.kind == "move" and not isinstance(s.at, int)]
+        sources += [InputSource(s.at[0], s.at[1:]) for _, s in used if s.kind == "move" and not isinstance(s.at, int)]
         of_module = [m.tensor for m in memoized if not isinstance(m.tensor, int) and m.tensor[0] != "result"]
-        sources += [Source(kind, tuple(at)) for kind, *at in of_module]
+        sources += [InputSource(kind, tuple(at)) for kind, *at in of_module]
         tensor_at = {source: t for t, source in self._inputs}
         expected = []
         for source in dict.fromkeys(sources):
@@ -119,7 +121,11 @@ class Recording:
 
 
 def _below(
-    recorder: Recorder, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: BlockRecorder,
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """The result of a forward that runs with the recorder below all modes that are on."""
     modes = [function_mode_at(i) for i in range(function_modes())]
@@ -148,7 +154,7 @@ def _below(
 
 def _inputs(block: nn.Module, mode: SpmdMode, tensors: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
     """(every tensor that exists before a call, as the mode has it, with its source; tensors that may not be written)."""
-    inputs: Inputs = [(t, Source("argument", i)) for i, t in enumerate(tensors)]
+    inputs: Inputs = [(t, InputSource("argument", i)) for i, t in enumerate(tensors)]
     read_only = [local_of(t) for t in tensors]
     for path, module in block.named_modules():
         for name, p in module._parameters.items():
@@ -157,10 +163,10 @@ def _inputs(block: nn.Module, mode: SpmdMode, tensors: Sequence[Tensor]) -> tupl
             part = mode.local(p)
             part = p if part is None else part
             if not isinstance(part, DTensor):
-                inputs.append((part, Source("parameter", (path, name))))
+                inputs.append((part, InputSource("parameter", (path, name))))
                 read_only.append(local_of(part))
-        inputs += [(b, Source("buffer", (path, n))) for n, b in module._buffers.items() if type(b) is Tensor]
-        inputs += [(t, Source("attribute", (path, n))) for n, t in vars(module).items() if type(t) is Tensor]
+        inputs += [(b, InputSource("buffer", (path, n))) for n, b in module._buffers.items() if type(b) is Tensor]
+        inputs += [(t, InputSource("attribute", (path, n))) for n, t in vars(module).items() if type(t) is Tensor]
     return inputs, read_only
 
 
@@ -170,16 +176,16 @@ def _moves(inputs: Inputs) -> Inputs:
     for t, source in inputs:
         for kind in valid_moves(t):
             at = source.at if source.kind == "argument" else (source.kind, *source.at)
-            moves.append((moves_of(t)[kind][2], Source("move", at, kind)))
+            moves.append((moves_of(t)[kind][2], InputSource("move", at, kind)))
     return moves
 
 
-def _moves_made(before: Mapping[Source, Mapping[str, Any]], source: Source) -> list[str]:
+def _moves_made(before: Mapping[InputSource, Mapping[str, Any]], source: InputSource) -> list[str]:
     """The names of the moves of a tensor that had been made before a call."""
     return sorted(kind for kind, memo in before[source].items() if type(memo) is tuple)
 
 
-def _result(recorder: Recorder, t: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Result:
+def _result(recorder: BlockRecorder, t: Tensor, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Result:
     """The ``Result`` for a tensor that the block returned.
 
     Args:
@@ -217,7 +223,9 @@ def _memory(t: GlobalTensor, tensors: Sequence[Tensor], others: Sequence[Tensor]
     return same[0] if same else len(others)
 
 
-def _new_moves(recorder: Recorder, inputs: Inputs, before: Mapping[Source, Mapping[str, Any]]) -> list[MemoizedMove]:
+def _new_moves(
+    recorder: BlockRecorder, inputs: Inputs, before: Mapping[InputSource, Mapping[str, Any]]
+) -> list[MemoizedMove]:
     """The moves of tensors from outside that the call made."""
     memoized = []
     for t, source in inputs:
@@ -230,7 +238,9 @@ def _new_moves(recorder: Recorder, inputs: Inputs, before: Mapping[Source, Mappi
     return memoized
 
 
-def _moves_of_results(recorder: Recorder, outputs: Sequence[Tensor], results: Sequence[Result]) -> list[MemoizedMove]:
+def _moves_of_results(
+    recorder: BlockRecorder, outputs: Sequence[Tensor], results: Sequence[Result]
+) -> list[MemoizedMove]:
     return [
         _memoized_move(recorder, ("result", i), kind, moves_of(t)[kind])
         for i, (t, r) in enumerate(zip(outputs, results, strict=True))
@@ -239,7 +249,7 @@ def _moves_of_results(recorder: Recorder, outputs: Sequence[Tensor], results: Se
     ]
 
 
-def _memoized_move(recorder: Recorder, tensor: Any, kind: str, memo: Any) -> MemoizedMove:
+def _memoized_move(recorder: BlockRecorder, tensor: Any, kind: str, memo: Any) -> MemoizedMove:
     """The record of a move. ``tensor``: see ``MemoizedMove``; ``memo``: (version, with gradients, the moved tensor)."""
     number = recorder.number(memo[2]) if isinstance(memo[2], Tensor) else None
     if number is None:

@@ -28,7 +28,7 @@ from meshwright.replay.program import (
     LocalProgram,
     valid_moves,
 )
-from meshwright.replay.recorder import CONSTANTS, Recorder, Refused
+from meshwright.replay.recorder import CONSTANTS, BlockRecorder, Refused
 from meshwright.replay.recording import Recording
 from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -57,7 +57,7 @@ class Variant:
 
 
 @dataclass
-class Block:
+class ReplayedBlock:
     """A module that may run as a local program.
 
     Attributes:
@@ -121,7 +121,7 @@ class LocalPrograms:
     ) -> None:
         self._model, self._compile, self._recomputed = model, compile, recomputed
         self._uncompiled: dict[str, str] = {}
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, ReplayedBlock] = {}
         self._functions: list[tuple[Hashable, LocalProgram, Function]] = []
         self._thread: int | None = None  # the thread that is recording
         self.names = _candidates(model, blocks)
@@ -130,7 +130,7 @@ class LocalPrograms:
         """A function that wraps a block's forward: the result records and replays its calls."""
 
         def replaying(forward: Callable[..., Any]) -> Callable[..., Any]:
-            block = self._blocks[name] = Block(name, module, forward)
+            block = self._blocks[name] = ReplayedBlock(name, module, forward)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if block.refusal or self._thread is not None or not function_modes():
@@ -166,7 +166,7 @@ class LocalPrograms:
 
     # --- a call -----------------------------------------------------------------------------------------------------------
 
-    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, block: ReplayedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, may_replay, kinds = _spmd_mode()
         if mode is None:
             return block.forward(*args, **kwargs)
@@ -194,7 +194,7 @@ class LocalPrograms:
     # --- recording --------------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, block: Block, key: Hashable, variant: Variant | None, mode: SpmdMode, tensors: list[Tensor]
+        self, block: ReplayedBlock, key: Hashable, variant: Variant | None, mode: SpmdMode, tensors: list[Tensor]
     ) -> OpenRecording | None:
         """Prepares to record the next call; None if the block can have no program. Modes must be off."""
         if any(has_hooks(m) for m in block.modules[1:]):
@@ -207,7 +207,9 @@ class LocalPrograms:
             return None
         return OpenRecording(key, variant, state, block.tensors(), Recording(block.module, mode, tensors))
 
-    def _recorded(self, block: Block, begun: OpenRecording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorded(
+        self, block: ReplayedBlock, begun: OpenRecording, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Runs the block's forward eagerly, records it, and returns its result."""
         self._thread = threading.get_ident()
         try:
@@ -228,7 +230,12 @@ class LocalPrograms:
         return result
 
     def _keep(
-        self, block: Block, key: Hashable, before: Variant | None, program: LocalProgram, recorder: Recorder
+        self,
+        block: ReplayedBlock,
+        key: Hashable,
+        before: Variant | None,
+        program: LocalProgram,
+        recorder: BlockRecorder,
     ) -> None:
         """Keeps a recording: the first of its key and state; or the second, which must be equal and becomes a program.
 
@@ -250,7 +257,7 @@ class LocalPrograms:
             program, function = self._shared(block, program)
             before.bound = Binding(program, function, block.module)
 
-    def _shared(self, block: Block, program: LocalProgram) -> tuple[LocalProgram, Function]:
+    def _shared(self, block: ReplayedBlock, program: LocalProgram) -> tuple[LocalProgram, Function]:
         """An equal program of another block with its function; else ``program`` with a new function."""
         targets = tuple(node.target for node in program.nodes)
         for other_targets, other, function in self._functions:
@@ -260,7 +267,7 @@ class LocalPrograms:
         self._functions.append((targets, program, function))
         return program, function
 
-    def _function(self, block: Block, program: LocalProgram) -> Function:
+    def _function(self, block: ReplayedBlock, program: LocalProgram) -> Function:
         if self._compile:
             from meshwright.replay.inductor import NotCompiled, by_inductor  # the compiler takes seconds to import
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
     from meshwright.checkpoint.folder import OnProgress
     from meshwright.checkpoint.jobs import Owner
-    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.load import LoadResult
     from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.rank_agreement import RankAgreement
     from meshwright.checkpoint.save import Saving
@@ -58,7 +58,7 @@ class Checkpoints:
     def load(
         self, path: str | os.PathLike[str], optimizer: Optimizers, on_progress: OnProgress, *, scheduler: Any, data: Any,
         verify: bool, or_before: bool,
-    ) -> Loaded:  # fmt: skip
+    ) -> LoadResult:  # fmt: skip
         """See ``Job.load``."""
         from meshwright.checkpoint import jobs
 

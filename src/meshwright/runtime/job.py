@@ -36,7 +36,7 @@ from meshwright.watch.timer import CommunicationTimer
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
-    from meshwright.checkpoint.load import Loaded
+    from meshwright.checkpoint.load import LoadResult
     from meshwright.checkpoint.pretrained import Pretrained
     from meshwright.checkpoint.save import Saving
 
@@ -210,7 +210,7 @@ class Job:
     def load(
         self, path: str | os.PathLike[str], optimizer: Optimizers = None, *, scheduler: Any = None, data: Any = None,
         verify: bool = True, or_before: bool = False,
-    ) -> Loaded:  # fmt: skip
+    ) -> LoadResult:  # fmt: skip
         """Resumes from a checkpoint of any layout: each rank reads its own slices.
 
         Args:

@@ -15,7 +15,7 @@ from meshwright.plan.keys import SEARCHED
 from meshwright.planned import make_recipe
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Found, Proposal, find_plans, repeat_rows
+from meshwright.search.find import Proposal, SearchResult, find_plans, repeat_rows
 
 
 def chosen_plan(
@@ -58,7 +58,7 @@ def chosen_plan(
     )
 
 
-def _first_taken(build: Build, batch: Any, search_result: Found, loss: Loss | None) -> Proposal:
+def _first_taken(build: Build, batch: Any, search_result: SearchResult, loss: Loss | None) -> Proposal:
     """The first proposal whose plan can be made into a recipe. Entries of ``modules`` may need an axis that a mesh lacks.
 
     Raises:
@@ -75,7 +75,7 @@ def _first_taken(build: Build, batch: Any, search_result: Found, loss: Loss | No
     raise problems[0]
 
 
-def _notes(search_result: Found, first: Proposal, plan: Plan, size: str) -> list[str]:
+def _notes(search_result: SearchResult, first: Proposal, plan: Plan, size: str) -> list[str]:
     """The notes about a chosen plan. ``size``: the devices and rows of a step, as text."""
     terms = sorted(first.terms.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{term} {seconds / first.seconds:.0%}" for term, seconds in terms if seconds > 0)

@@ -102,7 +102,7 @@ class RejectedFamily:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -139,7 +139,7 @@ def find_plans(
     top: int = 3,
     verify: bool = False,
     tell: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """Searches the fastest plans of a model for a number of devices.
 
     Call it in a plain process, without a process group. It allocates no parameter.
@@ -285,7 +285,7 @@ class _Space:
         )
 
 
-def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callable[[str], None]) -> Found:
+def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callable[[str], None]) -> SearchResult:
     """The best plans of all candidates. For the arguments, and the error if no plan fits, see ``find_plans``."""
     profile = model.profile
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
@@ -296,7 +296,7 @@ def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callab
     rejected = _rejected(space.estimates, capacity, space.memory)
     if not plans:
         raise _nothing(space, devices, model.rows, profile, model.options)
-    return Found(
+    return SearchResult(
         tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
         tuple(_notes(model.options, pipelines=space.pipelines)),
     )  # fmt: skip

@@ -12,12 +12,12 @@ from meshwright.prediction.predict import measure
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Found, Proposal, repeat_rows
+from meshwright.search.find import Proposal, SearchResult, repeat_rows
 from meshwright.workers.pool import LocalWorkers
 
 
 def measured(
-    search_result: Found,
+    search_result: SearchResult,
     build: Build,
     batch: Any,
     *,
@@ -28,7 +28,7 @@ def measured(
     optimizer: MakeOptimizer | None = None,
     max_norm: float | None = 1.0,
     tell: Callable[[str], None] = lambda text: None,
-) -> Found:
+) -> SearchResult:
     """Measures the plans of a search in local processes. Returns the result with the plan of the fastest measured step first.
 
     Args:

@@ -18,7 +18,7 @@ from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
 from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
-from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, Step, rehearsal_of, rehearse
+from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
 from meshwright.search.layer_costs import (
@@ -125,7 +125,7 @@ class Rehearsals:
             return 0.0
         most = self._rehearsal(few.most, 1, recompute="blocks")
         models = (few.base, *few.more)
-        step = Step(updated=False)
+        step = RehearsedStep(updated=False)
         base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, [step])) for model in models)
         nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
         return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
@@ -179,7 +179,7 @@ class Rehearsals:
             most: the rehearsal of the model that ``few.most`` makes.
         """
         base = most.passing_through(few.base)
-        wide = Step(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
+        wide = RehearsedStep(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
         with_wide = rehearse(base, 0, (*TWO_STEPS, wide))
         more = [rehearse(most.passing_through(model), 0) for model in few.more]
         return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)

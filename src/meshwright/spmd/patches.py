@@ -41,7 +41,7 @@ _LOCK = threading.RLock()
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-class Line(NamedTuple):
+class PatchEntry(NamedTuple):
     """One line of the table: what is replaced, why, and until when."""
 
     what: str
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     until: str
 
 
-TABLE: list[Line] = []
+TABLE: list[PatchEntry] = []
 
 FORWARD = "the end of a forward, or of a backward that runs parts of it again"
 FOLLOWED = "the end of the steps that a trace is made of"
@@ -67,7 +67,7 @@ class Patch:
     def __init__(self, owner: Any, name: str, why: str, until: str = FORWARD, *, of_class: bool = False) -> None:
         self.owner, self.name, self._of_class = owner, name, of_class
         where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-        TABLE.append(Line(f"{where}.{name}", why, until))
+        TABLE.append(PatchEntry(f"{where}.{name}", why, until))
         self._original: Any = None
         self._changes: list[Change] = []
         self._plain: Callable[..., Any] = getattr(owner, name)
@@ -179,7 +179,7 @@ class AppliedInC(Patch):
 
     def __init__(self, why: str, until: str = FORWARD) -> None:
         self._module = torch.autograd.function
-        TABLE.append(Line(f"{self._module.__name__}.FunctionMeta.setup_context", why, until))
+        TABLE.append(PatchEntry(f"{self._module.__name__}.FunctionMeta.setup_context", why, until))
         self._changes, self._within = [], ExitStack()
         self._plain = self._now = self.past
         self._arguments = Patch(self._module, "_bind_default_args", why, until)
@@ -315,7 +315,7 @@ RESIZE = Patch(
 # --- what a model sees of torch.distributed ---------------------------------------------------------------------------
 
 TABLE.append(
-    Line(
+    PatchEntry(
         "functions of torch.distributed (code), methods of ProcessGroup, os.environ's look-up (code)",
         "a model's own code sees one process (one_process.py)",
         "no thread builds, plans or runs a model any more",
@@ -432,17 +432,17 @@ class SharedPatches:
 # --- objects of torch's -----------------------------------------------------------------------------------------------
 
 TABLE += [
-    Line(
+    PatchEntry(
         "FSDP2's parameter groups: post_backward",
         "gradients of parameters that no row of a rank used are filled in before a unit is reduced (runtime/weights/fsdp.py)",
         "the job has gone",
     ),
-    Line(
+    PatchEntry(
         "the class that FSDP2 gives a module: its name",
         "models look up facts of a class by its name (runtime/weights/fsdp.py)",
         "the job has gone",
     ),
-    Line(
+    PatchEntry(
         "what knows how DTensor's functions shard: _propagate_tensor_meta_non_cached",
         "it computes shapes with tensors of the whole size, which no run allocates (prediction/tracker.py)",
         FOLLOWED,

@@ -163,7 +163,7 @@ def _memory(profile: MemoryProfile) -> dict[str, Any]:
     return {
         "kinds": kinds,
         "capacity": profile.capacity,
-        "taken": profile.taken,
+        "context": profile.context,
         "roles": [
             {
                 "name": role.name,

@@ -21,7 +21,7 @@ from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.styles import model_styles, plan_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.tensor import infer_cuts
-from meshwright.planning.units import Uses
+from meshwright.planning.units import ParameterUses
 from meshwright.spmd.dispatcher import Dispatcher
 
 
@@ -31,7 +31,7 @@ def shard_over_tp(draft: Draft) -> Draft:
     styles, generators = plan_styles(draft, of_model), GeneratorUse(draft.model)
     modules, run = dict(draft.model.named_modules()), undisturbed(draft.model, generators.noted(draft.run))
     units, recomputed = (u.name for u in draft.units if u.name), {name: modules[name] for name in draft.recompute}
-    uses = Uses(draft.model, {name: modules[name] for name in units}, recomputed)
+    uses = ParameterUses(draft.model, {name: modules[name] for name in units}, recomputed)
     run = _every_way(draft, run, generators, uses)
     try:
         cuts, writing = _trunk_cuts(draft, run, styles, uses)
@@ -54,7 +54,7 @@ def shard_over_tp(draft: Draft) -> Draft:
     )
 
 
-def _every_way(draft: Draft, run: Run, generators: GeneratorUse, uses: Uses) -> Run:
+def _every_way(draft: Draft, run: Run, generators: GeneratorUse, uses: ParameterUses) -> Run:
     """``run``; if the forward draws random numbers and does not use all parameters, then also with the smallest and the largest
     random numbers, so that a layer that is skipped by chance (``if torch.rand([]) < 0.1: continue``) runs as well."""
     names, skips_some = set(draft.names.parameters), False
@@ -81,7 +81,7 @@ def _given_up_by_the_model() -> Iterator[None]:
             raise
 
 
-def _casts(draft: Draft, uses: Uses) -> Iterator[Finding]:
+def _casts(draft: Draft, uses: ParameterUses) -> Iterator[Finding]:
     """A problem for each line of the forward that casts parameters.
 
     On one device, the parameters have the new dtype in the next step. Here they would not: shards, and the parameters that
@@ -120,7 +120,7 @@ def check_refused(draft: Draft) -> Draft:
     )
 
 
-def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: Uses) -> tuple[Cuts, set[str]]:
+def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: ParameterUses) -> tuple[Cuts, set[str]]:
     """(the cuts outside branches, over all of tp; the blocks that write to an input that is sharded over the sequence)."""
     input_cuts: list[InputCut] = []  # one for each pass over the forward
     with wrapped(draft.model, blocks=draft.sequence) as calls:
@@ -163,7 +163,7 @@ def _same_work(draft: Draft, cuts: Cuts) -> list[str]:
     return [f"{subject} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])]
 
 
-def _unused(draft: Draft, uses: Uses) -> list[str]:
+def _unused(draft: Draft, uses: ParameterUses) -> list[str]:
     return [f"{name} is not used by the forward" for name in draft.names.parameters if name not in uses.seen]
 
 

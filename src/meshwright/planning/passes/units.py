@@ -24,7 +24,7 @@ from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Shadow
-from meshwright.planning.units import Uses, called_modules, repeated_blocks
+from meshwright.planning.units import ParameterUses, called_modules, repeated_blocks
 from meshwright.recipe import Unit
 from meshwright.submesh import Submeshes, trunk
 
@@ -103,7 +103,7 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
     return [f"gathered from forward to backward, as {line} {why}: {few(names)}" for line, names in units.items()]
 
 
-def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
+def _sometimes_skipped(draft: Draft, uses: ParameterUses) -> set[str]:
     """Units that some forward does not call: if every read of a value gets the opposite answer, if masks select nothing,
     or with other random numbers. Empty if data ranks cannot take different paths."""
     model, always, asked = draft.model, set(uses.called), ShapeEntries()
@@ -127,9 +127,11 @@ def _sometimes_skipped(draft: Draft, uses: Uses) -> set[str]:
     return set(uses.candidates) - always
 
 
-def _other_forward(draft: Draft, uses: Uses, shadow: Shadow, asked: ShapeEntries) -> tuple[Uses, bool]:
+def _other_forward(
+    draft: Draft, uses: ParameterUses, shadow: Shadow, asked: ShapeEntries
+) -> tuple[ParameterUses, bool]:
     """(the uses of a forward under ``shadow``, whether it ran to its end). ``asked``: a cache of results on meta."""
-    other = Uses(draft.model, uses.candidates)
+    other = ParameterUses(draft.model, uses.candidates)
     try:
         with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching():
             undisturbed(draft.model, draft.run)(draft.model)

@@ -9,7 +9,7 @@ from itertools import groupby
 from meshwright.amounts import duration_text, size_text
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.quantity import spell_quantity
-from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR, Way
+from meshwright.prediction.branches.ways import BEST, DATA, ONE, PLANNED, TENSOR, RegionStrategy
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class RegionWays:
     name: str
     ranks: int
     rows: int | None
-    ways: tuple[Way, ...]
+    ways: tuple[RegionStrategy, ...]
     tables: tuple[tuple[float, ...], ...]
     parameter_bytes: tuple[int, int]
 
-    def __getitem__(self, name: str) -> Way:
+    def __getitem__(self, name: str) -> RegionStrategy:
         return next(w for w in self.ways if w.name == name)
 
 

@@ -1,7 +1,7 @@
 """``Traffic``: calls and bytes of the collectives of one rank.
 
 It has two counts of bytes. ``Traffic.bytes`` are bytes of the rank's inputs, as a job's ledger counts them (spmd/comm.py).
-``Move.nbytes`` are bytes of the full tensor, from which ``hardware.collectives`` computes seconds.
+``BranchCollective.nbytes`` are bytes of the full tensor, from which ``hardware.collectives`` computes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.regions import Fork, Join, gradient_returns, row_parts
 from meshwright.submesh import Submeshes
 
 
-class Move(NamedTuple):
+class BranchCollective(NamedTuple):
     """One collective.
 
     ``kind`` and ``nbytes``: as for ``hardware.collective``; ``ranks``: number of ranks; ``apart``: distance from one rank
@@ -42,7 +42,7 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
-    moves: tuple[Move, ...] = ()
+    moves: tuple[BranchCollective, ...] = ()
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.moves + other.moves)
@@ -60,12 +60,12 @@ NOTHING = Traffic()
 
 def all_reduce(size: int, ranks: int, apart: int = 1) -> Traffic:
     """The traffic of one all-reduce of ``size`` bytes."""
-    return Traffic(1, size, (Move("all_reduce", size, ranks, apart),)) if ranks > 1 else NOTHING
+    return Traffic(1, size, (BranchCollective("all_reduce", size, ranks, apart),)) if ranks > 1 else NOTHING
 
 
 def all_gather(size: int, ranks: int) -> Traffic:
     """The traffic of one all-gather of ``size`` bytes from each rank."""
-    return Traffic(1, size, (Move("all_gather", ranks * size, ranks),)) if ranks > 1 else NOTHING
+    return Traffic(1, size, (BranchCollective("all_gather", ranks * size, ranks),)) if ranks > 1 else NOTHING
 
 
 def _all_to_all(sent: int, received: int, ranks: int) -> Traffic:
@@ -74,7 +74,7 @@ def _all_to_all(sent: int, received: int, ranks: int) -> Traffic:
     It takes as long as an even all-to-all in which each rank sends the larger of both numbers.
     """
     nbytes = max(sent, received) * ranks / (ranks - 1) if ranks > 1 else 0.0
-    return Traffic(1, sent, (Move("all_to_all", nbytes, ranks),))
+    return Traffic(1, sent, (BranchCollective("all_to_all", nbytes, ranks),))
 
 
 def fork_traffic(

@@ -104,7 +104,7 @@ def read_regions(
 
 
 @dataclass(frozen=True)
-class Way:
+class RegionStrategy:
     """One way to run a region, and its cost on the slowest rank.
 
     Attributes:
@@ -180,7 +180,7 @@ class RegionCost:
         return [monotone([cost.seconds for cost in costs]) for costs in self.branch_costs]
 
     @cached_property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[RegionStrategy]:
         """All ways to run the region. The first is on one device."""
         ways = [self._one(), self._by_data(), self._by_tensor(), self._beside(PLANNED, self.places)]
         if len(self.region.branches) <= self.ranks:
@@ -244,10 +244,10 @@ class RegionCost:
         """cᵢ(1) of each branch."""
         return [costs[0].seconds for costs in self.branch_costs]
 
-    def _one(self) -> Way:
-        return Way(ONE, 1, sum(self._one_rank_seconds), sum(self._one_rank_seconds))
+    def _one(self) -> RegionStrategy:
+        return RegionStrategy(ONE, 1, sum(self._one_rank_seconds), sum(self._one_rank_seconds))
 
-    def _by_data(self) -> Way:
+    def _by_data(self) -> RegionStrategy:
         ranks, region = self.ranks, self.region
         share, note = self._share(ranks), ""
         if not all(b.apart for b in region.branches):
@@ -260,7 +260,7 @@ class RegionCost:
         spent += EventCost(traffic=all_reduce(self.event_costs.reduced(region.positions, {}), ranks))
         return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
-    def _by_tensor(self) -> Way:
+    def _by_tensor(self) -> RegionStrategy:
         cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
         spent = self._by_tables(self.event_costs.over_tp(self.region.positions, cuts, self.ranks))
         names = self.event_costs.names(self.region.positions)
@@ -273,7 +273,7 @@ class RegionCost:
         measured = sum(self._one_rank_seconds) / max(predicted, 1e-30)
         return replace(spent, device=measured * spent.device, host=measured * spent.host)
 
-    def _beside(self, name: str, places: Submeshes, costs: Sequence[BranchCost] | None = None) -> Way:
+    def _beside(self, name: str, places: Submeshes, costs: Sequence[BranchCost] | None = None) -> RegionStrategy:
         """The way in which branches run at their places at the same time.
 
         ``costs``: the cost of each branch at its place; default: that of the branch on its planned mesh.
@@ -291,7 +291,7 @@ class RegionCost:
         # All ranks wait for the slowest branch, and then for the slowest part of the exchange.
         seconds = max(branch_seconds) + max(EventCost(traffic=traffic).seconds(self.profile) for traffic in crossing)
         slowest = max(spent_by_rank, key=lambda spent: spent.seconds(self.profile))
-        return Way(
+        return RegionStrategy(
             name,
             self.ranks,
             seconds,
@@ -334,7 +334,7 @@ class RegionCost:
         loads = [sum(seconds[i] / sizes[i] for i in branches) for branches in branches_by_rank]
         return max(loads) * self.ranks / sum(seconds)
 
-    def _best(self) -> Way:
+    def _best(self) -> RegionStrategy:
         """The way with the fastest split of ranks between branches."""
         in_job = [
             [self._in_job(branch, cost).seconds for cost in costs_by_ranks]
@@ -354,9 +354,9 @@ class RegionCost:
         idle = self.ranks - sum(split)
         return replace(way, note=f"{way.note}; {idle} idle".removeprefix("; ")) if idle else way
 
-    def _way(self, name: str, spent: EventCost, *, imbalance: float = 1.0, note: str = "") -> Way:
+    def _way(self, name: str, spent: EventCost, *, imbalance: float = 1.0, note: str = "") -> RegionStrategy:
         seconds, compute = spent.seconds(self.profile), spent.compute(self.profile)
-        return Way(name, self.ranks, seconds, compute, spent.traffic, imbalance, (), note)
+        return RegionStrategy(name, self.ranks, seconds, compute, spent.traffic, imbalance, (), note)
 
 
 def _branches_on(rank: int, submeshes: Sequence[Submesh]) -> list[int]:

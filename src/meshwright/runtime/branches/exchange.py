@@ -32,7 +32,7 @@ from meshwright.regions import Fork, Join, gradient_returns, row_parts
 from meshwright.runtime.branches.branch_rows import BranchRows
 from meshwright.runtime.branches.conjugates import ForkValues, Gate, GateValue, JoinValues
 from meshwright.runtime.branches.draws import BranchDraws
-from meshwright.runtime.branches.pieces import Arrival, Line, Piece
+from meshwright.runtime.branches.pieces import Arrival, OrderedGroup, RowPiece
 from meshwright.runtime.branches.wire import Wire
 from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.groups import Groups
@@ -69,10 +69,10 @@ class Branching:
         self._gates: dict[tuple[int, int], tuple[Gate, Tensor]] = {}  # (place around, value) → for a later fork
         self.running: list[int] = [0]
 
-    def _line(self, around: int) -> Line:
+    def _line(self, around: int) -> OrderedGroup:
         """This rank's tp group in a place, among which its regions fork and join."""
         group = self.groups.meshes[around]["tp"].get_group()
-        return Line(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
+        return OrderedGroup(group, dist.get_rank(group), dist.get_world_size(group), self.ledger.orders[around])
 
     def begin(self, rows: int) -> None:
         """Call before a forward. ``rows``: the number of its rows."""
@@ -226,7 +226,7 @@ class Branching:
         )
         return JoinResult(dict(zip(joined, out, strict=True)), tail, arriving, arrival.wait)
 
-    def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[Piece]:
+    def _pieces(self, number: int, branch: int, move: Join, graph: ModelGraph) -> list[RowPiece]:
         """The pieces of a joined value: one for each share of the rows of the branch that made it."""
         value, members = graph.values[number], self._members[branch]
         dtype = sent_dtype(value, wide=self._wide)
@@ -236,7 +236,7 @@ class Branching:
             if branches is None or members[r] >= 0 or any(self._members[b][r] >= 0 for b in branches)
         )  # fmt: skip
         return [
-            Piece(
+            RowPiece(
                 number,
                 value.shape if stop is None else (stop - start, *value.shape[1:]),
                 dtype,
@@ -266,7 +266,7 @@ class Branching:
     @without_function_modes
     @torch.no_grad()
     def _exchange_values(
-        self, move: Join, pieces: Sequence[Piece], local_values: Mapping[int, Tensor], graph: ModelGraph
+        self, move: Join, pieces: Sequence[RowPiece], local_values: Mapping[int, Tensor], graph: ModelGraph
     ) -> tuple[dict[int, Tensor], frozenset[int], Arrival]:
         """Sends the pieces of joined values to the ranks that take them: one all-to-all.
 

@@ -16,7 +16,7 @@ from meshwright.spmd.comm import Order, without_function_modes
 
 
 @dataclass(frozen=True)
-class Line:
+class OrderedGroup:
     """The ranks that differ from this one only on the tp axis of a place: among them its regions fork and join.
 
     Attributes:
@@ -31,7 +31,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows ``start`` to ``stop`` of a joined value (all rows if ``stop`` is None).
 
     Attributes:

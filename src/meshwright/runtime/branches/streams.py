@@ -95,7 +95,7 @@ class Streams:
 
 
 @dataclass
-class Block:
+class ThreadedBlock:
     """A block in a thread: the inputs (leaves) and outputs of its own graph, and its running backward."""
 
     thread: ThreadPoolExecutor
@@ -127,7 +127,7 @@ def _threaded(
     thread: ThreadPoolExecutor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RunningBlock:
     """Begins a block's forward in a thread, with a graph of its own (see the top of this file)."""
-    grad, block = torch.is_grad_enabled(), Block(thread)
+    grad, block = torch.is_grad_enabled(), ThreadedBlock(thread)
     inputs = [t for t in tensors_of((args, kwargs)) if grad and t.requires_grad]
     anchor = _Start.apply(block, torch.zeros((), requires_grad=grad), *inputs)
 
@@ -163,7 +163,7 @@ class _Start(torch.autograd.Function):
     """The node between a block's inputs and the anchor. Its backward waits for the block's backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: Block, anchor: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, block: ThreadedBlock, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.block = block
         return anchor.detach()
 
@@ -176,7 +176,7 @@ class _Finish(torch.autograd.Function):
     """The node between the anchor and a block's outputs. Its backward begins the block's backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: Block, anchor: Tensor, *outputs: Tensor) -> Any:
+    def forward(ctx: Any, block: ThreadedBlock, anchor: Tensor, *outputs: Tensor) -> Any:
         ctx.block = block
         ctx.set_materialize_grads(False)
         out = tuple(t.detach() for t in outputs)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.runtime.branches.pieces import Arrival, Line, bytes_of, size_of, typed
+from meshwright.runtime.branches.pieces import Arrival, OrderedGroup, bytes_of, size_of, typed
 from meshwright.spmd.comm import Ledger
 
 
@@ -22,7 +22,7 @@ class Wire:
         lines: place → the ranks among which its regions fork and join.
     """
 
-    def __init__(self, lines: Mapping[int, Line], ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, lines: Mapping[int, OrderedGroup], ledger: Ledger, device: torch.device) -> None:
         self.lines, self._ledger, self._device = lines, ledger, device
         self._begun: list[Arrival] = []  # exchanges that may not have ended
 
@@ -51,7 +51,7 @@ class Wire:
         return [g for g in sums if g is not None]
 
     def all_to_all(
-        self, kind: str, line: Line, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
+        self, kind: str, line: OrderedGroup, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Tensor]]
     ) -> tuple[list[list[Tensor]], Arrival]:
         """Exchanges tensors in one all-to-all. They are sent as bytes, as dtypes are mixed.
 

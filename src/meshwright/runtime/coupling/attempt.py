@@ -72,7 +72,7 @@ class Forwards:
 
 
 @dataclass(frozen=True)
-class Computing:
+class ForwardSetting:
     """How the forwards of an attempt compute.
 
     Attributes:
@@ -138,7 +138,7 @@ class Attempt:
         self,
         rows: Any,
         forwards: Forwards,
-        computing: Computing,
+        computing: ForwardSetting,
         *,
         first: int = 0,
         of_all: ForwardOfAll | None = None,
@@ -171,7 +171,7 @@ class Attempt:
         self._without_gradients(partial(self._try, way))
         return all(map(isfinite, self._of_all.losses)) and not all(map(isfinite, self._parts[way].losses))
 
-    def like(self, computing: Computing) -> Attempt:
+    def like(self, computing: ForwardSetting) -> Attempt:
         """An attempt with the same rows and random numbers that computes in another way."""
         of_all = ForwardOfAll(Results(), self._numbers)
         return Attempt(self._rows, self._forwards, computing, first=self._first, of_all=of_all)

@@ -34,9 +34,9 @@ from meshwright.names import few
 from meshwright.runtime.coupling.attempt import (
     COUPLED,
     Attempt,
-    Computing,
     ForwardError,
     Forwards,
+    ForwardSetting,
     NotFiniteError,
     Trial,
     graph_alone,
@@ -89,7 +89,7 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     """
     agreed, first = forwards.agreed, int(single)
     rows = take_rows(batch, 0, min(rows_of(batch), MOST_ROWS))
-    native = Computing(dtype, nullcontext, wide=False)
+    native = ForwardSetting(dtype, nullcontext, wide=False)
     for computing in (
         _computing_in_float64(forwards, perturbed=True),
         _computing_in_float64(forwards, perturbed=False),
@@ -153,7 +153,7 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
     for gradients in (torch.no_grad,) if forwards.in_parts else (graph_alone, torch.enable_grad):
         seen: list[BendingMode] = []
-        computing = Computing(
+        computing = ForwardSetting(
             torch.float64,
             partial(bending, forwards.model, seen, written=forwards.written()),
             wide=True,
@@ -230,9 +230,11 @@ def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, S
     return outcome
 
 
-def _computing_in_float64(forwards: Forwards, *, perturbed: bool) -> Computing:
+def _computing_in_float64(forwards: Forwards, *, perturbed: bool) -> ForwardSetting:
     """How forwards compute in float64. ``perturbed``: whether parameters have slightly changed values."""
-    return Computing(torch.float64, partial(in_float64, perturbed=perturbed, written=forwards.written()), wide=True)
+    return ForwardSetting(
+        torch.float64, partial(in_float64, perturbed=perturbed, written=forwards.written()), wide=True
+    )
 
 
 def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:

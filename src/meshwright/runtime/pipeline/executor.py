@@ -13,7 +13,7 @@ from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.program import Call, Program, Programs
 from meshwright.runtime.pipeline.stages import Stages
-from meshwright.runtime.pipeline.step import Step
+from meshwright.runtime.pipeline.step import PipelineStep
 from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import Microbatches, call_model
@@ -111,7 +111,7 @@ class Executor:
         forward_context: ForwardContext = no_context,
         *,
         backward: bool,
-    ) -> Step:
+    ) -> PipelineStep:
         """A pass over the schedule, ready to begin.
 
         Args:
@@ -122,7 +122,7 @@ class Executor:
         grad = backward or self._trying
         programs = self._programs(microbatches.batches, call, loss, grad=grad)
         schedule = self._schedule(edges_of(programs, backward=backward), len(microbatches.batches), backward=backward)
-        return Step(
+        return PipelineStep(
             self._stages,
             programs,
             schedule,

@@ -1,4 +1,4 @@
-"""``Step``: one pass over a schedule. Each rank runs its actions in order, each as soon as its receives have ended.
+"""``PipelineStep``: one pass over a schedule. Each rank runs its actions in order, each as soon as its receives have ended.
 
     action   RECV_F          fills a buffer for each value while other actions run (transfers.py)
              F               the model's own forward, of which a stage runs its interval (calls/interpreter.py)
@@ -48,7 +48,7 @@ from meshwright.spmd.dispatcher import full_tensor
 _SEED_BITS = 48  # so many that no two forwards of a run have the same seed
 
 
-class Step:
+class PipelineStep:
     """Forward, and backward, of all microbatches.
 
     Args:

@@ -45,6 +45,8 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     sharded = [line for line in recipe.held_by(groups.rank) if line.data != "loose"]
     others = {named[p.name] for p in recipe.parameters} - {named[p.name] for p in sharded}
+    for line in sharded:  # FSDP2 takes no others (a matrix of ``torch.linalg.qr``, a model in channels_last)
+        named[line.name].data = named[line.name].data.contiguous()
     for unit in recipe.units:
         if unit.name and not any(p.unit == unit.name for p in sharded):
             continue  # it runs on other stages, or in other branches
@@ -62,6 +64,33 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         module.set_gradient_divide_factor(1.0)
         # Plain sums, which every backend has. Else FSDP2 asks for a sum multiplied by 1/1, which gloo refuses on any device.
         module.set_force_sum_reduction_for_comms(True)
+        for group in parameter_groups(module):
+            _keep_gathered_in_forward(group)
+
+
+def _keep_gathered_in_forward(group: Any) -> None:
+    """Lets a forward call ``state_dict`` or ``load_state_dict`` of its own modules, of which it gets the gathered parameters.
+
+    FSDP2 shards a unit's parameters again before these two functions, so that they have what is at rest. Within the unit's
+    forward (a mean teacher that follows the student by its state, for example) the forward would go on with shards.
+
+    Private: FSDP2 registers the hooks that do this when it first runs, and has no option to leave them out.
+    """
+    register = group._register_state_dict_hooks
+
+    def between_forwards(hook: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **kwargs: hook(*args, **kwargs) if group._training_state.name == "IDLE" else None
+
+    def register_and_wrap() -> None:
+        register()
+        for module, handle in group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            hooks[handle.id] = between_forwards(hooks[handle.id])
+        for module, handle in group._module_to_pre_load_state_dict_hook_handle.items():
+            hooks = module._load_state_dict_pre_hooks
+            hooks[handle.id] = between_forwards(hooks[handle.id])
+
+    set_on(group, "_register_state_dict_hooks", register_and_wrap)
 
 
 def keep_attributes(model: nn.Module, attributes: Attributes) -> None:
