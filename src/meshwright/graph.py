@@ -255,6 +255,7 @@ class ModelGraph:
         rows: the number of rows of the batch, if data ranks of branches can each run their own rows; else 0.
         by_rows: positions of plain functions that work on each row alone: from some rows they make those rows of their result.
         segments: segment of a checkpoint of the model → (its first event, the end of its events).
+        hiding: the calls of functions of ``torch.func`` that use parameters or values, though none is among their arguments.
         differentiated: position of an event in which the forward itself computes gradients → the values with respect to which
             it does; None if there are other inputs too.
         own_backwards: whether the model's own functions (``autograd.Function``) compute gradients; they may return none.
@@ -288,6 +289,7 @@ class ModelGraph:
     draws: bool = False
     draws_held: bool = False
     segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
+    hiding: set[Segment] = field(default_factory=set)
     differentiated: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
     own_backwards: bool = False
     cuts: tuple[int, ...] | None = None

@@ -1046,7 +1046,12 @@ def called_block(b: Builder) -> None:
     if "swapped" in b.allowed:
         tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
         ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
+    if "transforms" in b.allowed:
+        ways += [b.pick([f"torch.vmap(self.{name})({{0}})", f"torch.func.grad(lambda t: self.{name}(t).square().sum())({{0}})",
+                         f"torch.func.jvp(self.{name}, ({{0}},), (torch.ones_like({{0}}),))[1]"])]  # fmt: skip
     text = b.pick(ways)
+    if "vmap(" in text or "grad(" in text or "jvp(" in text:
+        b.kinds.add("transforms")
     if "checkpoint" in text:
         b.kinds.add("reentrant" if "=True" in text else "checkpoint")
     if "functional_call" in text:

@@ -452,6 +452,31 @@ def test_an_interactive_session_works() -> None:
     assert python("-", text=PLAIN_SCRIPT)[1].startswith("[Answer(rank=105), Answer(rank=106)]")
 
 
+@functools.lru_cache(maxsize=8)
+def _squared(number: int) -> int:
+    return number**2
+
+
+def test_functions_with_a_cache_of_results_can_be_sent(workers: LocalWorkers) -> None:
+    """Of a module that workers have, of a function, and of the main script, whose module here is another."""
+
+    @functools.cache
+    def fibonacci(number: int) -> int:
+        return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+    class Table:
+        @staticmethod
+        @functools.lru_cache(maxsize=4, typed=True)
+        def of(number: int) -> list[int]:
+            return [number] * number
+
+    def used() -> tuple[Any, ...]:
+        return fibonacci(20), Table.of(2), Table.of.cache_parameters(), _squared(3), Table.of(2) is Table.of(2)
+
+    expected = (6765, [2, 2], {"maxsize": 4, "typed": True}, 9, True)
+    assert workers.run(used, ranks=1) == [expected] == [used()]
+
+
 def test_a_class_with_a_cached_property_can_be_sent(workers: LocalWorkers) -> None:
     class Squares:  # as one of the main script: its code travels
         @functools.cached_property

@@ -244,6 +244,12 @@ class StageInterpreter(Tracer):
         start, stop = self.graph.segments.get(segment, (0, 0))
         return start < stop and all(map(self.program.runs, range(start, stop)))
 
+    def takes_values(
+        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """See ``Tracer``."""
+        return transform in self.graph.hiding
+
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``. For a module with a backward hook torch makes a node that returns its inputs, and sets it as the
         autograd history of the tensors that it returns."""

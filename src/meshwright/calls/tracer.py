@@ -82,11 +82,13 @@ def value_in(module: nn.Module, key: str) -> Any:
 
 @dataclass
 class Frame:
-    """A call that is being traced: its path, the number of its events and checkpoints so far, its calls of each module."""
+    """A call that is being traced: its path, the number of its events, checkpoints and transforms so far, its calls of each
+    module. (Transforms: those of torch.func whose arguments follow from the batch alone.)"""
 
     path: Path
     events: int = 0
     checkpoints: int = 0
+    transforms: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -174,41 +176,57 @@ class Tracer(FunctionMode):
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a function that ``torch.func`` transformed: one event, unless it depends on the batch alone."""
-        tensors = tensors_within((args, kwargs))
-        of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors)
-        if self.closed or of_the_batch or self.thread != threading.get_ident():
+        if self.closed or self.thread != threading.get_ident():
             return call(*args, **kwargs)
+        of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors_within((args, kwargs)))
+        if of_the_batch:
+            frame = self.frames[-1]
+            transform, frame.transforms = (frame.path, frame.transforms), frame.transforms + 1
+            if not self.takes_values(transform, call, args, kwargs):
+                return call(*args, **kwargs)
         if name == "vjp" or transforming():
             self.untraceable(f"torch.func.{name}")
-        return self._as_one_event(call, name, call, args, kwargs)
+        return self._as_one_event(call, name, call, args, kwargs, hidden=of_the_batch)
 
     def _as_one_event(
-        self, call: Callable[..., Any], name: str, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        name: str,
+        identity: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        hidden: bool = False,
     ) -> Any:
-        """Makes a call one event; the functions that it calls are not traced."""
+        """Makes a call one event; the functions that it calls are not traced. ``hidden``: see ``_called``."""
+        untraced = partial(self.untraced, call)
+        untraced.__name__ = name  # type: ignore[attr-defined]
+        return self._called(untraced, identity, args, kwargs, hidden=hidden)
 
-        def untraced(*args: Any, **kwargs: Any) -> Any:
-            self.closed += 1
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.closed -= 1
+    def untraced(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function; the functions that it calls are not traced."""
+        self.closed += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.closed -= 1
 
-        untraced.__name__ = name
-        return self._called(untraced, identity, args, kwargs)
-
-    def _called(self, func: Any, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, func: Any, identity: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hidden: bool = False
+    ) -> Any:
         """The model calls a function that may be an event. Returns the result.
 
         Args:
             func: the function to call.
             identity: the function that the tables of torch_functions know.
+            hidden: whether it uses parameters or values that are not among its arguments.
         """
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], Tensor) and not kwargs:
             func = identity = _MIRRORED[func]
             args = (args[1], args[0])
         tensors = tensors_within((args, kwargs))
-        if not is_random(identity) and not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors):
+        uses_values = hidden or any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors)
+        if not uses_values and not is_random(identity):
             return func(*args, **kwargs)
         frame = self.frames[-1]
         index, frame.events = frame.events, frame.events + 1
@@ -321,6 +339,17 @@ class Tracer(FunctionMode):
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
         """The error if a function takes a value that this rank does not have."""
         raise NotImplementedError
+
+    def takes_values(
+        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a function that ``torch.func`` transformed uses parameters or values, though none is among its arguments
+        (``torch.vmap(self.layer)(x)``).
+
+        Args:
+            transform: the path of the call that calls it, and its number there.
+        """
+        return False
 
     def untraceable(self, function: str) -> None:
         """The model calls a function of a value, and the result of that function cannot be traced."""

@@ -326,6 +326,18 @@ class ForwardRecorder(Tracer):
 
         return super().transformed(following, name, args, kwargs)
 
+    def takes_values(
+        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """See ``Tracer``. Calls it to see what it uses."""
+        self._within.clear()
+        self.untraced(call, *args, **kwargs)
+        used, self._within = self._within, {}
+        hides = any(number is not None or i in self._parameters for i, number in used.items())
+        if hides:
+            self.graph.hiding.add(transform)
+        return hides
+
     def untraceable(self, function: str) -> None:
         """See ``Tracer``."""
         raise PlanError.of(

@@ -20,7 +20,7 @@ from meshwright.calls.hook import Forward, following
 from meshwright.calls.placeholder import sized
 from meshwright.calls.structure import map_tensors, tensors_of
 from meshwright.calls.tracer import Tracer, slot_tensors
-from meshwright.graph import ROOT, Call, Event, ModelGraph, Path
+from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment
 from meshwright.layout import even_shard
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.shadow import Shadow
@@ -162,6 +162,12 @@ class _Finder(Tracer):
     def __init__(self, model: nn.Module, graph: ModelGraph, rows: DividedRows) -> None:
         super().__init__(slot_tensors(model, graph.carried))
         self.graph, self.rows, self.by_rows = graph, rows, set[int]()
+
+    def takes_values(
+        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """See ``Tracer``."""
+        return transform in self.graph.hiding
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.follow(path, forward.run, args, kwargs)

@@ -31,7 +31,7 @@ from meshwright.replay.program import (
 from meshwright.replay.recorder import CONSTANTS, BlockRecorder, Refused
 from meshwright.replay.recording import Recording
 from meshwright.replay.state import Incomparable, ModuleState
-from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.autograd_functions import FunctionMode, transforming
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.signature import NEVER, read_call
 from meshwright.spmd.tensor import GlobalTensor, spec_of
@@ -133,7 +133,7 @@ class LocalPrograms:
             block = self._blocks[name] = ReplayedBlock(name, module, forward)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if block.refusal or self._thread is not None or not function_modes():
+                if block.refusal or self._thread is not None or not function_modes() or transforming():
                     return forward(*args, **kwargs)
                 return self._call(block, args, kwargs)
 

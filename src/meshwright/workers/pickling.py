@@ -61,6 +61,8 @@ class Packer(cloudpickle.Pickler):
                 self._by_value.append(module)
         if type(obj) is functools.cached_property:
             return _cached_property, (obj.func, obj.attrname)
+        if isinstance(obj, _LruCache) and not _is_found(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
 
@@ -74,6 +76,22 @@ def _cached_property(func: Callable[[Any], Any], name: str | None) -> Any:
     if name is not None:
         property_.__set_name__(object, name)
     return property_
+
+
+_LruCache = type(functools.cache(int))
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    """Makes a ``functools.lru_cache`` of a function anew, and empty. Pickle itself takes only its name."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def _is_found(function: Any) -> bool:
+    """Whether a worker finds a function by the name of its module."""
+    name = function.__module__
+    return (
+        name != "__main__" and name in sys.modules and _is_importable(name) and "<locals>" not in function.__qualname__
+    )
 
 
 def _is_importable(name: str) -> bool:

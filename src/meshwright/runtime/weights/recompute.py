@@ -24,6 +24,7 @@ from meshwright.generators import Generators, State
 from meshwright.private import version, without_modes
 from meshwright.runtime.module_state import ModuleState, ModuleStates
 from meshwright.runtime.weights.kept_arguments import KeptArguments
+from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.tensor import local_of
 
 
@@ -68,7 +69,7 @@ class RecomputedForward:
         self.written: dict[int, set[int]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or transforming():  # (torch.func drops and makes again what it pleases)
             return self.forward(*args, **kwargs)
         # ``_Run`` keeps the arguments, not ``checkpoint``, which refuses arguments that the forward writes to.
         return checkpoint(_Run(self, args, kwargs), use_reentrant=False, preserve_rng_state=False)
