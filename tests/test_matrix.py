@@ -30,7 +30,7 @@ HARD = {
     "tp4": {"llama", "t5"},
     "dp_shard2": {"gpt2"},
     "dp_replicate2": {"mixtral"},
-    "dp_replicate2-dp_shard2-tp2": {"nanogpt"},
+    "dp_replicate2-dp_shard2-tp2": set(),  # three axes of eight ranks: test_pipeline has others
     "tp2-sequence": {"llama", "t5"},
 }
 

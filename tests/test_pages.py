@@ -37,6 +37,7 @@ class Reader:
 
     def __init__(self, folder: Path, workers: LocalWorkers, thorough: bool) -> None:
         self.skipped = {"parsed"} if thorough else {"parsed", "proof"}
+        self.thorough = thorough
         self.folder, self.workers, self.page = folder, workers, "a page"
         self.names: dict[str, Any] = {"__name__": "page"}
 
@@ -80,7 +81,7 @@ class Reader:
 
     def bash(self, block: Block) -> str:
         skipped, smaller = bool(self.skipped & set(block.marks)), block.marks.get("quick")
-        if skipped and smaller:
+        if skipped and smaller and ("slow" not in block.marks or self.thorough):
             return "".join(self.command([*words, "--set", smaller], parsed=False) for words in commands(block.text))
         *before, last = commands(block.text)
         started, code = "processes" in block.marks, int(block.marks.get("code", 0))

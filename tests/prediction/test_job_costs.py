@@ -7,6 +7,7 @@ from meshwright.hardware.reader import parse_profile
 from meshwright.prediction.job_costs import _JobRun, fraction_of_updates, host_seconds, job_costs
 
 
+@pytest.mark.proof  # test_predict_cli measures this machine, too
 def test_the_host_s_part_of_a_job(workers):
     plain = calibrate(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**18), rounds=3, budget=0.1)
     measured = job_costs(plain, workers, steps=5)

@@ -999,7 +999,7 @@ def kinds_of_integers(plan, rows):
     return found
 
 
-@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("rows", [4, pytest.param(8, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
     "plan",
     [

@@ -71,7 +71,7 @@ def outcome(mesh: str, where: str, failing: int) -> tuple[str, str, float, str]:
     ("mesh", "where"),
     [
         pytest.param("dp_shard=2", "forward", marks=pytest.mark.proof),  # as in a backward
-        ("tp=2", "forward"),
+        pytest.param("tp=2", "forward", marks=pytest.mark.proof),
         ("pp=2", "forward"),
         ("dp_shard=2", "backward"),
     ],

@@ -153,6 +153,7 @@ def test_a_model_without_parameters_is_refused():
         find_plans(nn.Identity, (torch.zeros(8, 4),), devices=2, hardware=GPU, loss=torch.mean)
 
 
+@pytest.mark.proof  # the collectives have a test of their own, and `show` draws the nodes of a search
 def test_what_crosses_nodes_takes_longer():
     on_one, on_four = (find(devices=4, nodes=nodes, top=1, global_batch=16).plans[0] for nodes in (1, 4))
     assert on_four.seconds > 1.01 * on_one.seconds

@@ -33,6 +33,8 @@ from meshwright.workers.scratch import scratch_file
 _MESSAGE_SIZE = 1 << 20
 # packages whose import only defines functions and classes
 _PRELOADED = ("meshwright", "torch.distributed", "transformers")
+# What most workers need: the modules of a job. Their import takes a second, which each worker would spend.
+_OF_A_JOB = ("meshwright.planning.resolve", "meshwright.runtime.apply", "meshwright.parity.job")
 
 
 class ForkServer:
@@ -188,7 +190,7 @@ def main(descriptor: int, names: list[str]) -> None:
         names: modules to import.
     """
     pool = socket.socket(fileno=descriptor)
-    for name in ("torch.distributed", *names):
+    for name in ("torch.distributed", *_OF_A_JOB, *names):
         with contextlib.suppress(Exception):  # a worker that needs the module raises the error
             importlib.import_module(name)
     gc.collect()
