@@ -416,7 +416,8 @@ def test_a_plan_says_how_often() -> None:
 
 
 class WritesUnseen(nn.Module):
-    """Cannot be followed without values, as it raises at what is not a number; and writes a parameter in its first forward."""
+    """Cannot be followed without values, as it raises at the number that planning assumes; and writes a parameter in its
+    first forward."""
 
     def __init__(self):
         super().__init__()
@@ -424,8 +425,8 @@ class WritesUnseen(nn.Module):
         self.register_buffer("begun", torch.tensor(False))
 
     def forward(self, x):
-        if torch.isnan(self.inner.weight).any():
-            raise ValueError("not a number")
+        if self.inner.weight.sum().item() == 1.0:
+            raise ValueError("one")
         if not self.begun.item():
             self.start.data.copy_(self.start.data * 2)
             self.begun.fill_(True)
