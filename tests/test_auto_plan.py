@@ -172,7 +172,8 @@ def target() -> tuple[Any, dict[str, torch.Tensor]]:
     return Tower, batch()
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("nodes", [2, 4])
 def test_show_searches_for_the_nodes_that_it_draws(nodes: int, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", home)
     options = ("--mesh", "auto", "--ranks", 4, "--nodes", nodes, "--loss", f"{__file__}:loss_of")

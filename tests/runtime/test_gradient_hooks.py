@@ -269,10 +269,9 @@ def in_job(builds, plan):
 
 PLANS = [
     {"mesh": "dp_shard=2"},
-    {"mesh": "tp=2", "microbatches": 2},
     {"mesh": "pp=2", "microbatches": 2},
 ]
-MORE = [{"mesh": "dp_replicate=2"}, {"mesh": "tp=2"}]
+MORE = [{"mesh": "tp=2", "microbatches": 2}, {"mesh": "dp_replicate=2"}, {"mesh": "tp=2"}]
 
 
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(p, marks=pytest.mark.proof) for p in MORE)], ids=str)

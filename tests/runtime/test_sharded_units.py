@@ -94,7 +94,9 @@ def passes(build: Any, x: Tensor, plan: Any, workers: LocalWorkers) -> None:
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=["dp_shard=2", "recompute"])
+@pytest.mark.parametrize(
+    "plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.proof)], ids=["shards", "recompute"]
+)
 @pytest.mark.parametrize(
     "build", [lambda: Teacher(False), lambda: Teacher(True), Blocks], ids=["reads", "loads", "own"]
 )
@@ -108,6 +110,8 @@ def test_the_state_between_steps_is_sharded() -> None:
     assert {type(value).__name__ for value in job.module.state_dict().values()} == {"DTensor"}
 
 
-@pytest.mark.parametrize(("build", "shape"), [(Transposed, (4, 6)), (ChannelsLast, (4, 2, 5, 5))])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(Transposed, (4, 6)), pytest.param(ChannelsLast, (4, 2, 5, 5), marks=pytest.mark.proof)]
+)
 def test_parameters_may_lie_in_memory_as_they_like(build: Any, shape: Any, workers: LocalWorkers) -> None:
     passes(build, rows(*shape), PLANS[0], workers)
