@@ -702,6 +702,11 @@ def placed(b: Builder) -> None:
 # --- buffers ------------------------------------------------------------------------------------------------------------
 
 
+# A value with a buffer: as arguments of a function, or a function takes the buffer by itself.
+_WITH_A_BUFFER = ["{0} + {1}", "{0} * ({1} + 1)", "torch.vmap(lambda t: t * ({1} + 1))({0})",
+                  "{0} + torch.func.grad(lambda t: (t * {1}.clone()).square().sum() * 0.1)({0})"]  # fmt: skip
+
+
 @operation("buffers", 3)
 def counted(b: Builder) -> None:
     """Updated from nothing of the batch, then read."""
@@ -709,7 +714,7 @@ def counted(b: Builder) -> None:
     s = b.buffer(b.get(x).shape[-1]) if b.chance() else b.buffer()
     update = b.pick([f"{s}.mul_(0.9).add_(0.1)", f"{s}.add_(0.25)", f"{s} += 0.5"])
     b.do(update)
-    b.new(b.pick(["{0} + {1}", "{0} * ({1} + 1)"]), x, s)
+    b.new(b.pick(_WITH_A_BUFFER), x, s)
 
 
 @operation("buffers", 3)
@@ -718,7 +723,7 @@ def read_then_updated(b: Builder) -> None:
     x = b.value(whole)
     dims = tuple(range(b.get(x).dim() - 1))
     s = b.buffer(b.get(x).shape[-1], made=b.pick(["torch.zeros", "torch.ones"]))
-    b.new(b.pick(["{0} + {1}", "{0} * ({1} + 1)"]), x, s)
+    b.new(b.pick(_WITH_A_BUFFER), x, s)
     y = b.value(lambda t: t.dim() >= 2 and t.shape[-1] == b.get(s).shape[0])
     dims = tuple(range(b.get(y).dim() - 1))
     b.do(
@@ -739,7 +744,7 @@ def buffer_assigned(b: Builder) -> None:
     s = b.buffer(b.get(x).shape[-1])
     b.do(f"{s} = 0.9 * {s} + 0.1 * {{0}}.detach().mean({dims})", x)
     b.new(
-        b.pick(["{0} + {1}", "{0} * ({1} + 1)"]),
+        b.pick(_WITH_A_BUFFER),
         b.value(lambda t: t.dim() >= 1 and t.shape[-1] == b.get(s).shape[0]),
         s,
     )

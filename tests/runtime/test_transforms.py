@@ -1,4 +1,5 @@
-"""Modules that a forward calls within a transform of ``torch.func``: physics-informed losses, penalties on a Jacobian."""
+"""Modules, and buffers, that a forward uses within transforms of ``torch.func`` and functions of its own: physics-informed losses,
+penalties on a Jacobian, layers with a backward written by hand."""
 
 from __future__ import annotations
 
@@ -126,3 +127,88 @@ def test_what_a_transform_makes_of_the_batch_alone_is_every_stages_own() -> None
         for masked in (False, True)
     ]
     assert sent[0] == sent[1] == x.nbytes
+
+
+class Scaled(torch.autograd.Function):
+    """Takes a module, whose buffer it reads again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x * module.scale.to(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.module.scale.to(g), None
+
+
+class Followed(torch.autograd.Function):
+    """Takes a module, whose buffer it updates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        module.scale.mul_(0.5).add_(x.mean((0, 1)).to(module.scale))
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 1.5, None
+
+
+class KeepsScale(nn.Module):
+    """A buffer that functions use which do not get it as an argument, and another stage changes.
+
+    Args:
+        early, late: called with the module and the activations, before and after most of the blocks.
+    """
+
+    def __init__(self, early: Any, late: Any) -> None:
+        super().__init__()
+        self.early, self.late, self.blocks = early, late, nn.ModuleList(Block() for _ in range(4))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.early(self, self.blocks[0](x))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.late(self, x).square().mean()
+
+
+def update(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.scale.mul_(0.5).add_(x.mean((0, 1)).to(module.scale))
+    return x
+
+
+def vmapped(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * (1 + module.scale.to(row)))(x)
+
+
+def gradient(module: nn.Module, x: Tensor) -> Tensor:
+    return x + func.grad(lambda t: (t * module.scale.clone().to(t)).square().sum())(x)
+
+
+def scaled(module: nn.Module, x: Tensor) -> Tensor:
+    return Scaled.apply(x, module)
+
+
+def followed(module: nn.Module, x: Tensor) -> Tensor:
+    return Followed.apply(x, module)
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [
+        (vmapped, update),
+        (update, scaled),
+        pytest.param(gradient, update, marks=pytest.mark.proof),
+        pytest.param(update, vmapped, marks=pytest.mark.proof),
+        pytest.param(followed, vmapped, marks=pytest.mark.proof),
+    ],
+)
+def test_a_buffer_that_a_function_takes_by_itself_is_that_of_its_last_writer(
+    early: Any, late: Any, workers: LocalWorkers
+) -> None:
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    report = mw.check(lambda: KeepsScale(early, late), (x,), {"mesh": "pp=2"}, loss=lambda loss: loss, workers=workers)
+    assert report.passed, str(report)

@@ -80,6 +80,9 @@ class ForwardRecorder(Tracer):
         self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
         # The tensors that functions within the running event used, in order: id → number, None if it is no value.
         self._within: dict[int, int | None] = {}
+        self._hidden: dict[int, Tensor] = {}  # of these, the values
+        # (Memory, position, name) of the model's own functions that use shared memory which is no argument of theirs.
+        self._read_by_backwards: list[tuple[int, int, str]] = []
         # Tensors and storages are identified by their address. They are kept here so that no new one gets the address of
         # one that was freed (a buffer that the forward replaces, for example).
         self._alive: list[Any] = [*model.parameters(), *model.buffers()]
@@ -187,6 +190,7 @@ class ForwardRecorder(Tracer):
         tick, cost, sizes = self.memory.ticks, self.cost.so_far(), self._sizes_read()
         name, loss = label_of(func), mean_target(func, args, kwargs) is not None
         self._within.clear()
+        self._hidden.clear()
         result = _without_move(name, args, kwargs, func(*args, **kwargs))
         # From here on we read facts of tensors ourselves, thousands of times: no mode is to see it.
         with without_modes():
@@ -285,14 +289,19 @@ class ForwardRecorder(Tracer):
         for t in outputs:
             if not isinstance(t, nn.Parameter) and not any(t is x for x in (*targets, *tensors)):
                 self._new(t, position)
-        self._touch(position, tensors, foreign, written)
+        self._touch(position, [*tensors, *self._hidden.values()], foreign, written)
         return renamed
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an ``autograd.Function``, then records which of its results require gradients: the events within could not know
         (an example is ``view_as`` within torch's own Function for backward hooks of modules)."""
+        position = len(self.graph.events)
         result = super().custom(apply, function, args, kwargs)
-        self.graph.own_backwards |= not function.__module__.startswith("torch.")
+        of_the_model = not function.__module__.startswith("torch.")
+        self.graph.own_backwards |= of_the_model
+        if of_the_model and position < len(self.graph.events):
+            hidden = {memory_of(t) for t in self._hidden.values()} & self.shared.keys()
+            self._read_by_backwards += [(memory, position, function.__name__) for memory in hidden]
         for t in tensors_of(result):
             if t.requires_grad and (number := self.number(t)) is not None:
                 self.graph.values[number] = replace(self.graph.values[number], requires_grad=True, is_leaf=False)
@@ -331,9 +340,9 @@ class ForwardRecorder(Tracer):
     ) -> bool:
         """See ``Tracer``. Calls it to see what it uses."""
         self._within.clear()
+        self._hidden.clear()
         self.untraced(call, *args, **kwargs)
-        used, self._within = self._within, {}
-        hides = any(number is not None or i in self._parameters for i, number in used.items())
+        hides = bool(self._hidden) or any(i in self._parameters for i in self._within)
         if hides:
             self.graph.hiding.add(transform)
         return hides
@@ -358,7 +367,9 @@ class ForwardRecorder(Tracer):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function within a custom ``autograd.Function`` or a transform of ``torch.func``. Its parameters and
         values become inputs of the event."""
-        self._within |= {id(t): self.number(t) for t in tensors_within((args, kwargs))}
+        tensors = tensors_within((args, kwargs))
+        self._within |= {id(t): self.number(t) for t in tensors}
+        self._hidden |= {id(t): t for t in tensors if self.is_value(t)}
         return func(*args, **kwargs)
 
     def _touch(self, position: int, tensors: list[Tensor], foreign: set[int], written: set[int]) -> None:
@@ -409,6 +420,12 @@ class ForwardRecorder(Tracer):
         slots = slot_uses.tell(self.is_value)
         carried = slot_uses.memories(slots)
         foreign = {m: t for m, t in slot_uses.touched.items() if m not in carried}
+        for memory, position, name in self._read_by_backwards:
+            positions = (*slot_uses.touched[memory].used, position)
+            if slot_uses.touched[memory].changed:  # its backward may read what is there then, which no other stage has
+                graph.spans.append(
+                    Span(min(positions), max(positions), f"{name} uses a tensor that the forward changes")
+                )
         for memory, touched in slot_uses.touched.items():
             for path, call in graph.calls.items():
                 inside = range(call.start, call.stop)
