@@ -1276,13 +1276,14 @@ def program(draw: random.Random, kinds: frozenset[str], longest: int = 10) -> Pr
         torch.set_default_dtype(default)
     found = frozenset(b.kinds | ({"half"} if half else set()))
     made = Program((*classes, b.made("Model", result)), tokens, width, found)
-    return made if ".data." not in made.source() or _differentiable(made, run) else None
+    return made if ".data" not in made.source() or _differentiable(made, run) else None
 
 
 def _differentiable(program: Program, run: Run) -> bool:
     """Whether nothing that a backward needs is written through ``.data``, of which torch does not know: a gradient that is
     computed from what has changed is right nowhere."""
-    seen = replace(run, source=program.source().replace(".data.", ".detach()."), rows=((ROWS,),))
+    source = re.sub(r"(\S+)\.data = (.*)", r"\1.detach().copy_(\2)", program.source())
+    seen = replace(run, source=source.replace(".data", ".detach()"), rows=((ROWS,),))
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if run.precise else torch.float32)
     try:

@@ -28,7 +28,7 @@ from meshwright.private import storage_of, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SIZES, is_random, label_of, target_of
+from meshwright.spmd.torch_functions import LISTENING, SET_DATA, SIZES, is_random, label_of, target_of
 
 
 def _names_of(ids: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -81,6 +81,8 @@ class ForwardRecorder(Tracer):
         # The tensors that functions within the running event used, in order: id → number, None if it is no value.
         self._within: dict[int, int | None] = {}
         self._hidden: dict[int, Tensor] = {}  # of these, the values
+        # Parameter → the last event before each assignment of its data.
+        self._assigned: dict[str, list[int]] = {}
         # (Memory, position, name) of the model's own functions that use shared memory which is no argument of theirs.
         self._read_by_backwards: list[tuple[int, int, str]] = []
         # Tensors and storages are identified by their address. They are kept here so that no new one gets the address of
@@ -308,7 +310,9 @@ class ForwardRecorder(Tracer):
         return result
 
     def fact(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``. Records each size that Python reads."""
+        """See ``Tracer``. Records each size that Python reads, and each ``p.data = value`` of a parameter."""
+        if func == SET_DATA and (name := self._parameters.get(id(args[0]))) is not None:
+            self._assigned.setdefault(name, []).append(len(self.graph.events) - 1)
         if func not in SIZES:
             return func(*args, **kwargs)
         size = func(*args, **kwargs)
@@ -445,13 +449,16 @@ class ForwardRecorder(Tracer):
         told_in_backward(self._model, graph)
 
     def _written_parameters(self) -> dict[str, Touches]:
-        """Parameter that the forward wrote → the events that use it. Each counts as a change."""
-        touches = {}
-        for memory in self.memory.written.keys() & self._parameter_memory.keys():
-            name = self._parameter_memory[memory]
-            values = {n for n, value in enumerate(self.graph.values) if value.storage == memory}
-            used = [p for p, e in enumerate(self.graph.events) if name in e.parameters or values.intersection(e.inputs)]
-            touches[name] = Touches(used, used)
+        """Parameter that the forward wrote → the events that use it, and those after which its data was assigned. Each counts
+        as a change."""
+        touches, events = {}, self.graph.events
+        memories = {name: memory for memory, name in self._parameter_memory.items()}
+        written = {self._parameter_memory[m] for m in self.memory.written.keys() & self._parameter_memory.keys()}
+        for name in sorted(written | self._assigned.keys()):
+            values = {n for n, value in enumerate(self.graph.values) if value.storage == memories.get(name)}
+            used = {p for p, e in enumerate(events) if name in e.parameters or values.intersection(e.inputs)}
+            used |= {max(0, position) for position in self._assigned.get(name, ())}
+            touches[name] = Touches(sorted(used), sorted(used))
         return touches
 
 

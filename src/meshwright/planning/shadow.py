@@ -60,7 +60,7 @@ class Shadow(DispatchMode):
         effects: how many ops did more than return tensors in new memory or as views.
         measured: how many sizes come from a mask of the batch. Another batch has other sizes.
         memory: storage → the parameter that it belongs to. Filled by a caller who wants to know which parameters are written.
-        written: names of the parameters that were written.
+        written: names of the parameters that were written; ``writes``: how many times.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Shadow(DispatchMode):
         self.assumed: list[tuple[str, str]] = []
         self.memory: dict[int, str] = {}
         self.written: set[str] = set()
+        self.writes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -107,7 +108,9 @@ class Shadow(DispatchMode):
         kind = _kind_of(func)
         self.effects += kind.has_effects
         if targets and self.memory:
-            self.written |= {name for t in targets if (name := self.memory.get(storage_of(t)))}
+            written = [name for t in targets if (name := self.memory.get(storage_of(t)))]
+            self.written.update(written)
+            self.writes += len(written)
         if kind.is_asked:
             self.reads += 1
             if tensors[0].is_meta:

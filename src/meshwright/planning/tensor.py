@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def _followed(
                     stack.enter_context(seeds(planner.dispatcher))
                 if uses is not None:
                     planner.uses = uses
-                    stack.enter_context(uses.watching())
+                    stack.enter_context(uses.watching(partial(getattr, shadow, "writes")))
                     stack.enter_context(uses.escapes.watching())
                     stack.enter_context(custom_functions(uses.custom))
                 run(model)

@@ -3,7 +3,7 @@ where a forward uses each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -124,6 +124,7 @@ class ParameterUses:
         swapped: unit → a parameter that the forward had replaced by another tensor when the unit ran.
         rewritten: modules of ``recomputed`` whose input was written in place after their forward.
         swapped_when_recomputed: module of ``recomputed`` → a parameter that the forward had replaced by another tensor.
+        writing: modules of ``recomputed`` whose forward wrote to parameters.
         differentiates: whether the forward asked for gradients itself.
         escapes: tensors that units pass on without FSDP2 seeing them.
     """
@@ -149,6 +150,8 @@ class ParameterUses:
         self.candidates, self.recomputed = candidates, recomputed
         self.rewritten: set[str] = set()
         self.swapped_when_recomputed: dict[str, str] = {}
+        self.writing: set[str] = set()
+        self._assigned = 0  # how many times the data of a parameter was assigned
         # (Module of ``recomputed``, an input, its version counter.)
         self._inputs: list[tuple[str, Tensor, int | None]] = []
         self.escapes = Escapes(candidates)
@@ -193,6 +196,7 @@ class ParameterUses:
         Args:
             own: the parameter's dtype; ``dtype``: the dtype of the value.
         """
+        self._assigned += 1
         self._casts.pop(name, None)
         if dtype != own:
             self._casts[name] = Cast(model_line(), dtype)
@@ -209,15 +213,21 @@ class ParameterUses:
             self._around = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside the ``with``, follows which units' forwards are running, and replaces their parameters meanwhile."""
+    def watching(self, writes: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """Inside the ``with``, follows which units' forwards are running, and replaces their parameters meanwhile.
+
+        Args:
+            writes: returns how many times parameters have been written so far.
+        """
         with ExitStack() as stack:
             stack.callback(self._end)
             for name, module in {"": self._model, **self.candidates}.items():
                 stack.callback(module.register_forward_pre_hook(self._enter(name), prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(name), always_call=True).remove)
             for name, module in self.recomputed.items():
-                stack.callback(module.register_forward_hook(self._watch_recomputed(name), with_kwargs=True).remove)
+                before, after = self._watch_recomputed(name, writes)
+                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
             yield
             self.rewritten |= {name for name, t, before in self._inputs if version(t) != before}
 
@@ -228,15 +238,23 @@ class ParameterUses:
         self._inputs.clear()
         self.cast |= self._casts
 
-    def _watch_recomputed(self, name: str) -> Any:
+    def _watch_recomputed(self, name: str, writes: Callable[[], int]) -> tuple[Any, Any]:
+        """The hooks before and after the forward of a module of ``recomputed``. ``writes``: see ``watching``."""
+        begun: list[int] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            begun.append(self._assigned + writes())
+
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if begun and self._assigned + writes() > begun.pop():
+                self.writing.add(name)
             tensors = map(local_of, tensors_of((args, kwargs)))
             self._inputs += [(name, t, version(t)) for t in tensors]
             foreign = next((key for key, p in module.named_parameters() if not self._is_of_model(p)), None)
             if foreign is not None:
                 self.swapped_when_recomputed[name] = foreign
 
-        return keep
+        return begin, keep
 
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any) -> None:

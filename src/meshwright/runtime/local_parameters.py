@@ -43,6 +43,15 @@ def _state(p: DTensor) -> tuple[int, bool]:
     return storage_of(raw_local(p)), p.requires_grad
 
 
+def _is_of(p: Tensor, line: ParameterRecipe) -> bool:
+    """Whether a parameter is sharded over tp as its line says."""
+    if not isinstance(p, DTensor) or p.device_mesh.ndim != 1:
+        return True
+    (placement,) = p.placements
+    sharded = placement.is_shard(line.tp.dim) if isinstance(line.tp, Shard) else placement.is_replicate()
+    return sharded and tuple(p.shape) == line.shape
+
+
 def _forget_moves(part: Tensor) -> None:
     """Deletes what the dispatcher stored on a tensor. Other attributes stay: those of a ``FakeTensor`` are torch's."""
     attributes = vars(part)
@@ -192,8 +201,12 @@ class LocalParameters(LocalPartLookup):
         """The recipe's line of a parameter; None if it is not one of the model."""
         parameter_and_line = self._lines.get(id(x))
         if parameter_and_line is None or parameter_and_line[0] is not x:
+            found: dict[int, tuple[Tensor, ParameterRecipe]] = {}
             for name, _, _, p in parameter_slots(self._model):
-                self._lines[id(p)] = (p, self._recipe.by_name[name])
+                # The model may have another parameter in this place for now (``torch.func.functional_call``).
+                if _is_of(p, line := self._recipe.by_name[name]):
+                    found.setdefault(id(p), (p, line))
+            self._lines |= found
             parameter_and_line = self._lines.get(id(x))
         if parameter_and_line is None or parameter_and_line[0] is not x:
             return None

@@ -24,11 +24,13 @@ def choose_recompute(draft: Draft) -> Draft:
 
 def keep_changed_later(draft: Draft) -> Draft:
     """Drops modules that a recomputation would give other tensors: modules whose input is written in place after their forward,
-    and modules whose parameters the model replaces for the time of a forward (``torch.func.functional_call``)."""
+    modules whose parameters the model replaces for the time of a forward (``torch.func.functional_call``), and modules whose
+    forward writes to parameters (a mean teacher's, for example), which would be written twice."""
     if draft.uses is None:
         return draft
     swapped = draft.uses.swapped_when_recomputed
     why = {r: f"its forward runs with another tensor in the place of {name}" for r, name in swapped.items()}
+    why |= dict.fromkeys(sorted(draft.uses.writing), "its forward writes to parameters")
     why |= dict.fromkeys(draft.uses.rewritten, "its input is written to after its forward")
     notes = (f"{r} keeps its activations: {why[r]}" for r in draft.recompute if r in why)
     return replace(draft, recompute=tuple(r for r in draft.recompute if r not in why)).noted(notes)

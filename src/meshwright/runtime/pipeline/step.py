@@ -255,6 +255,9 @@ class PipelineStep:
     def _forward(self, action: Action, flight: Flight) -> None:
         """Runs the forward of a stage and a microbatch, under all modes."""
         m, model, part = action.microbatch, self._stages.model, None
+        # Autocast keeps its casts of parameters until it ends. If it is around the step, a forward would take the casts of the
+        # one before, through whose graph gradients come after FSDP2 has reduced those of the unit.
+        torch.clear_autocast_cache()
         with ExitStack() as stack:
             if self._programs:
                 # This decides whether received values get a gradient.
