@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.plan import Plan
 from meshwright.planned import Planned
+from meshwright.planning.passes import shards
 from meshwright.planning.units import called_modules, repeated_blocks
 
 
@@ -444,3 +445,28 @@ def loss_in_half(build):
 def test_a_scripted_function_takes_what_fsdp_leaves_as_it_is_in_the_half_type(workers):
     found = workers.run(loss_in_half, lambda: ScriptedLayers(listed=True), ranks=2)[0]
     assert found == pytest.approx(workers.run(loss_in_half, ScriptedLayers, ranks=2)[0], rel=1e-2)
+
+
+class FollowsByData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.layer.weight, 0.1)
+        self.scale.weight.data = 0.9 * self.scale.weight.data
+        return (self.layer(x) - self.teacher(x).detach() * self.scale.weight.detach().mean()).square().mean()
+
+
+def test_parameters_that_are_written_are_known_though_the_cuts_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else trials of rows would not undo what their forwards write."""
+    expected = {"teacher.weight", "scale.weight"}
+    plan = {"mesh": "dp_replicate=2", "modules": {"layer": {"recompute": "block"}}}
+    for found in (True, False):
+        if not found:
+            monkeypatch.setattr(shards, "infer_cuts", lambda *_, **__: [][0])
+        recipe = mw.make_recipe(FollowsByData, plan, batch=(torch.randn(4, 4),))
+        assert any("could not be followed" in note for note in recipe.notes) is not found
+        assert {line.name for line in recipe.parameters if line.data == "loose"} == expected
+        assert recipe.recompute == (("layer",) if found else ())

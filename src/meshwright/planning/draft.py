@@ -57,6 +57,7 @@ class Draft:
         recompute: modules that are run again in the backward.
         cuts: the shards over tp; None if the forward cannot be followed without values, and the plan names no cut.
         uses: which parameters the forward uses, and where; None if it cannot be followed.
+        written: without ``uses``, the parameters that the forward writes, as far as they are known.
         drawn: whether the forward draws random numbers that can decide its path: from Python, NumPy, or from torch if it
             reads them.
         stages: the pipeline's stages; empty without a pipeline. ``homes``: parameter → the stages that use it.
@@ -83,6 +84,7 @@ class Draft:
     recompute: tuple[str, ...] = ()
     cuts: Cuts | None = None
     uses: ParameterUses | None = None
+    written: frozenset[str] = frozenset()
     drawn: bool = False
     stages: tuple[Stage, ...] = ()
     homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

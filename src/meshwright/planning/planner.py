@@ -419,12 +419,15 @@ class Planner:
         """Keeps the new styles of parameters' families. Raises ``StyleChanged`` if a style has changed, unless ``later``."""
         changed = False
         for name, style in styles.items():
-            if self.styles.get(name, Style()).forced and style.kind == "replicate":
+            forced = self.styles.get(name, Style()).forced
+            if forced and style.kind == "replicate":
                 continue
             key = self.families.get(name, name)
             if self.learnt.get(key) != style:
                 self.news[key] = self.news.get(key, 0) + 1
                 if self.news[key] > _PATIENCE:
+                    if forced:  # the plan says that it is sharded: it is gathered where the shards do not fit
+                        continue
                     style = replace(style, kind="replicate", reason="no cut fits every use of it")
                 self.learnt[key] = style
                 changed = True

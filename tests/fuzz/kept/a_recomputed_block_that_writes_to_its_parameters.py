@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'tp': 2}, 'recompute': 'blocks'}
+PLAN = {"mesh": {"tp": 2}, "recompute": "blocks"}
 ROWS = ((4,),)
 TOKENS, WIDTH = 3, 8
 
@@ -23,7 +23,8 @@ class Block4(nn.Module):
         v3 = torch.maximum(h, self.p2)
         n5 = self.linear4
         n7 = self.frozen6
-        with torch.no_grad(): [q.lerp_(p, 0.1) for p, q in zip(n5.parameters(), n7.parameters())]
+        with torch.no_grad():
+            [q.lerp_(p, 0.1) for p, q in zip(n5.parameters(), n7.parameters())]
         v8 = h.square().mean()
         return v3
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'pp': 2}}
+PLAN = {"mesh": {"pp": 2}}
 ROWS = ((4,),)
 TOKENS, WIDTH = 3, 4
 

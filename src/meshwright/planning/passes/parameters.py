@@ -21,7 +21,7 @@ _HALF = ("bfloat16", "float16")
 def keep_written(draft: Draft) -> Draft:
     """Keeps parameters that the forward writes out of their units. In a half type they are a problem: it would write to a
     copy."""
-    written = draft.uses.written if draft.uses is not None else set()
+    written = draft.uses.written if draft.uses is not None else draft.written
     if written and draft.plan.precision in _HALF:
         finding = Finding(
             where="precision",

@@ -27,7 +27,10 @@ def keep_changed_later(draft: Draft) -> Draft:
     modules whose parameters the model replaces for the time of a forward (``torch.func.functional_call``), and modules whose
     forward writes to parameters (a mean teacher's, for example), which would be written twice."""
     if draft.uses is None:
-        return draft
+        if not draft.written:
+            return draft
+        unknown = [f"{r} keeps its activations: the forward writes to parameters" for r in draft.recompute]
+        return replace(draft, recompute=()).noted(unknown)
     swapped = draft.uses.swapped_when_recomputed
     why = {r: f"its forward runs with another tensor in the place of {name}" for r, name in swapped.items()}
     why |= dict.fromkeys(sorted(draft.uses.writing), "its forward writes to parameters")

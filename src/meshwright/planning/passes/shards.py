@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.blame import is_ours
@@ -17,11 +18,14 @@ from meshwright.errors import Finding, PlanError, source_place
 from meshwright.names import few
 from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
+from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.styles import model_styles, plan_styles
 from meshwright.planning.places import Branches
+from meshwright.planning.shadow import Shadow
 from meshwright.planning.tensor import infer_cuts
 from meshwright.planning.units import ParameterUses
+from meshwright.private import storage_of
 from meshwright.spmd.dispatcher import Dispatcher
 
 
@@ -150,7 +154,22 @@ def _cuts_of_plan_only(draft: Draft, styles: Mapping[str, Style], error: Excepti
         "over tp only what the plan names is sharded"
     )
     cuts = cuts_as_said(draft.model, size=size, styles=styles, names=_ids(draft)) if size > 1 else None
-    return replace(draft, cuts=cuts, notes=(*unknown, note, *draft.notes))
+    written = _written_alone(draft)
+    return replace(draft, cuts=cuts, written=written, notes=(*unknown, note, *draft.notes))
+
+
+def _written_alone(draft: Draft) -> frozenset[str]:
+    """The parameters that the forward writes, as far as it runs on tensors without values if nothing is sharded."""
+    before = {name: (p, p.data) for name, p in draft.model.named_parameters() if p.is_meta}
+    shadow = Shadow()
+    shadow.memory = {storage_of(data): name for name, (_, data) in before.items()}
+    with torch.no_grad(), shadow, MetaFunctions(), _given_up_by_the_model():
+        undisturbed(draft.model, draft.run)(draft.model)
+    assigned = {name for name, (p, data) in before.items() if storage_of(p) != storage_of(data)}
+    for name in assigned:
+        p, data = before[name]
+        p.data = data
+    return frozenset(shadow.written | assigned)
 
 
 def _same_work(draft: Draft, cuts: Cuts) -> list[str]:
