@@ -77,6 +77,9 @@ class ForwardRecorder(Tracer):
         self._parameters = {id(p): n for n, p in model.named_parameters()}
         self._parameter_memory = {storage_of(p): n for n, p in model.named_parameters() if p.layout is torch.strided}
         self._buffers = {id(b): n for n, b in model.named_buffers()}
+        self._buffer_memory: dict[int, list[str]] = {}
+        for name, buffer in model.named_buffers():
+            self._buffer_memory.setdefault(memory_of(buffer), []).append(name)
         self._generators: dict[int, int] = {}  # id of a generator of the model's own, which ``cost`` holds → its number
         # The tensors that functions within the running event used, in order: id → number, None if it is no value.
         self._within: dict[int, int | None] = {}
@@ -215,7 +218,7 @@ class ForwardRecorder(Tracer):
                     outputs=tuple(map(self.number, outputs)),
                     written=self.number(targets[0]) if targets else None,
                     parameters=_names_of(used, self._parameters),
-                    buffers=_names_of(used, self._buffers),
+                    buffers=self._buffers_of(used, targets),
                     reads=(not outputs and not targets and not listens) or self._sizes_read() > sizes,
                     mean_loss=loss,
                     line=model_line(),
@@ -227,6 +230,11 @@ class ForwardRecorder(Tracer):
         if func in ENGINES:
             graph.differentiated[position] = self._differentiated(func, args, kwargs)
         return result
+
+    def _buffers_of(self, used: Sequence[int], targets: Sequence[Tensor]) -> tuple[str, ...]:
+        """The buffers that an event uses, or writes to through a view. ``used``: ``id`` of each tensor that it uses."""
+        written = [name for t in targets if (m := memory_of(t)) for name in self._buffer_memory.get(m, ())]
+        return tuple(dict.fromkeys((*_names_of(used, self._buffers), *written)))
 
     def _spent_on(self, func: Any, spent: OpCounts) -> dict[str, Any]:
         """The counts of an event, as keyword arguments of ``Event``."""
