@@ -12,9 +12,8 @@ import torch
 
 import meshwright
 
-OURS = (
-    os.path.dirname(meshwright.__file__ or "") + os.sep
-)  # not every path with "meshwright" in it: a checkout may have that name
+# Not every path with "meshwright" in it: a checkout may have that name.
+OURS = os.path.dirname(meshwright.__file__ or "") + os.sep
 TORCH = os.path.dirname(torch.__file__ or "") + os.sep
 _NOT_THE_MODEL = (TORCH, OURS, "<frozen ")
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-PLAN = {'mesh': {'tp': 2}, 'modules': {'left6': {'on': 'tp[0:1]'}}}
+PLAN = {"mesh": {"tp": 2}, "modules": {"left6": {"on": "tp[0:1]"}}}
 ROWS = ((4,),)
 TOKENS, WIDTH = 4, 8
 PRECISE = False
