@@ -388,3 +388,58 @@ def test_a_batch_is_any_mapping_or_an_object_with_tensors(workers: LocalWorkers)
 def one_loss(batch: dict[str, Tensor]) -> float:
     torch.manual_seed(0)
     return float(Scaled().double()(**batch)["loss"])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def evaluated_in_inference_mode(plan):
+    """Losses of two steps of one device and of a job whose first call is an evaluation; and that evaluation's."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    model, losses = Residual().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    torch.manual_seed(0)
+    job = mw.parallelize(Residual, plan, batch=x, dtype=torch.float64)
+    mine = x.chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    with torch.inference_mode():
+        seen = job.evaluate(mine * 1).item()
+        job(mine)
+    found = []
+    for _ in range(2):
+        found.append(job.step(mine).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, seen, found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": {"pp": 2}, "microbatches": 2},
+        {"mesh": {"dp_shard": 2}},
+        *(
+            pytest.param({"mesh": {axis: 2}, "microbatches": 2}, marks=pytest.mark.proof)
+            for axis in ("tp", "dp_replicate")
+        ),
+    ],
+    ids=str,
+)
+def test_an_evaluation_in_inference_mode_changes_nothing_of_training(plan, workers):
+    for losses, seen, found in workers.run(evaluated_in_inference_mode, plan, ranks=2):
+        assert found == pytest.approx(losses, rel=1e-12) and seen == pytest.approx(losses[0], rel=1e-12)

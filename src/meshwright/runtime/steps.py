@@ -10,8 +10,8 @@ guard      in some steps: replicas are compared                            runti
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,20 @@ from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.runtime.step_notes import is_plain, listed
 from meshwright.spmd.one_process import one_process
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Inside the ``with``, inference mode is off; if it was on, gradients are off.
+
+    What a job keeps from call to call (gathered parameters, local tensors, the results of trials) would be inference tensors,
+    which a later step can neither write to nor save for its backward.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Steps:
@@ -80,7 +94,8 @@ class Steps:
         """
         self._end.check()
         self.count += backward
-        with self._runner.stages.phase("step"), self._end.within(self.number, PlanError, ReplicaError), one_process():
+        ended_by_others = self._end.within(self.number, PlanError, ReplicaError)
+        with self._runner.stages.phase("step"), ended_by_others, one_process(), _without_inference_mode():
             return self._run(batch, backward=backward)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
@@ -168,7 +183,7 @@ class Steps:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the model for this rank's rows."""
         self._check_weights()
-        with self._end.within(self.number), one_process():
+        with self._end.within(self.number), one_process(), _without_inference_mode():
             self._runner.at_rest()
             form = f"job({spelled_form((args, kwargs))})"
             self._agreement.agree(self.count, form=form, notice=False)
