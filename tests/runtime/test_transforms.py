@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_sharded_units import Block
 from torch import Tensor, func, nn
 
 import meshwright as mw
@@ -17,15 +18,6 @@ PLANS = {
     "pp=2": {"mesh": {"pp": 2}, "microbatches": 2},
     "recompute": {"mesh": {"dp_shard": 2}, "recompute": "blocks"},
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Blocks(nn.Module):

@@ -43,7 +43,7 @@ def _state(p: DTensor) -> tuple[int, bool]:
     return storage_of(raw_local(p)), p.requires_grad
 
 
-def _is_of(p: Tensor, line: ParameterRecipe) -> bool:
+def _is_sharded_as(p: Tensor, line: ParameterRecipe) -> bool:
     """Whether a parameter is sharded over tp as its line says."""
     if not isinstance(p, DTensor) or p.device_mesh.ndim != 1:
         return True
@@ -204,7 +204,7 @@ class LocalParameters(LocalPartLookup):
             found: dict[int, tuple[Tensor, ParameterRecipe]] = {}
             for name, _, _, p in parameter_slots(self._model):
                 # The model may have another parameter in this place for now (``torch.func.functional_call``).
-                if _is_of(p, line := self._recipe.by_name[name]):
+                if _is_sharded_as(p, line := self._recipe.by_name[name]):
                     found.setdefault(id(p), (p, line))
             self._lines |= found
             parameter_and_line = self._lines.get(id(x))

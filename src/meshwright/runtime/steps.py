@@ -94,8 +94,8 @@ class Steps:
         """
         self._end.check()
         self.count += backward
-        ended_by_others = self._end.within(self.number, PlanError, ReplicaError)
-        with self._runner.stages.phase("step"), ended_by_others, one_process(), _without_inference_mode():
+        errors_end_the_job = self._end.within(self.number, PlanError, ReplicaError)
+        with self._runner.stages.phase("step"), errors_end_the_job, one_process(), _without_inference_mode():
             return self._run(batch, backward=backward)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
