@@ -125,15 +125,18 @@ def memory_facts(t: Tensor) -> tuple[Any, ...] | None:
     return t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
 
 
-def bases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bases of those tensors that are views to autograd and require a gradient, if the FSDP2 unit made the base.
+def survives_writes(t: Tensor) -> Tensor:
+    """The tensor whose hooks run in the backward of ``t`` even if ``t`` is written in place: ``t`` itself, or its base if ``t``
+    is a view to autograd and the FSDP2 unit that returns ``t`` made the base.
 
     There is no public way to a base. A write in place to a view gives its base another ``grad_fn``, whose history contains the
     old one; the old ``grad_fn`` of the view is dropped, with all hooks on it. An input of the unit that it returns is, to
     autograd, a view of a tensor from before the unit: a hook on that base would run after the unit's backward.
     """
-    pairs = ((t, t._base) for t in tensors if t._base is not None and t.requires_grad)
-    return [base for t, base in pairs if base.requires_grad and not _is_input(t.grad_fn, base.grad_fn)]
+    base = t._base
+    if base is None or not (t.requires_grad and base.requires_grad) or _is_input(t.grad_fn, base.grad_fn):
+        return t
+    return base
 
 
 def _is_input(node: Any, end: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.calls.placeholder import RemoteTensor, local_rows, note_replaced, note_replaced_within
 from meshwright.calls.structure import put_tensors, tensors_of
-from meshwright.private import bases_of, without_modes
+from meshwright.private import survives_writes, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.parameters import Attributes, local_tensor
@@ -263,7 +263,7 @@ def _locally(
 
     The hook after a forward registers hooks on the unit's results, to gather parameters again in the backward. If a result is a
     view (a linear over three dims returns one) and the model writes to it in place, autograd drops the view's node and makes a
-    node for the write on the base. So the bases of views are passed as well.
+    node for the write on the base. So the hooks are registered on the bases of views.
 
     Args:
         after: whether the hook runs after the forward; else before it.
@@ -279,7 +279,9 @@ def _locally(
         plain = [local_of(local_rows(t)) for t in tensors]
         with without_modes():
             if after:
-                new = hook(module, (), [*plain, *bases_of(plain)])[: len(plain)]
+                hooked = [survives_writes(t) for t in plain]
+                results = hook(module, (), hooked)
+                new = [t if now is base else now for t, base, now in zip(plain, hooked, results, strict=True)]
             elif with_inputs:
                 (new,), _ = hook(module, (plain,), {})
             else:
