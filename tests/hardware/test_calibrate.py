@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link
+from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link, measured_skew
 from meshwright.hardware.meter import Meter, curve, monotone_points, rate
 from meshwright.hardware.reader import parse_profile
 from meshwright.workers.pool import LocalWorkers
@@ -69,6 +69,16 @@ def test_ranks_measure_the_link_between_them(workers: LocalWorkers, measured: Pr
         0.05 < times < 50 for times in link.kinds.values()
     )
     profile = replace(measured, node=link)
+    assert parse_profile(profile.text(), "cpu-local.yaml") == profile
+
+
+def test_ranks_measure_how_long_they_wait_for_each_other(workers: LocalWorkers, measured: Profile) -> None:
+    found = workers.run(measured_skew, cores=2, segments=(1e-3, 8e-3), budget=0.05, ranks=2)
+    assert found[0] == found[1]
+    (short, wait), (long, wait_of_long) = found[0].points
+    assert 1e-3 / 4 < short < long < 10  # the machine may do other work
+    assert 0 < wait_of_long <= wait < 1
+    profile = replace(measured, skew=found[0])
     assert parse_profile(profile.text(), "cpu-local.yaml") == profile
 
 

@@ -57,6 +57,12 @@ def test_points_that_are_no_curve_are_an_error(points) -> None:
         Curve(points)
 
 
+def test_ranks_wait_for_each_other_by_the_seconds_between_two_meetings() -> None:
+    skewed = replace(PROFILE, skew=Curve(((0.01, 0.2), (0.1, 0.05))))
+    assert skewed.waiting(2.0, 200) == pytest.approx(2.0 * 0.2) and skewed.waiting(2.0, 20) == pytest.approx(2.0 * 0.05)
+    assert skewed.waiting(2.0, 0) == skewed.waiting(0.0, 20) == PROFILE.waiting(2.0, 20) == 0
+
+
 def test_the_interval_is_as_many_times_as_far_on_both_sides() -> None:
     found = Estimate(3.0, 0.25)
     assert (found.low, found.high) == (2.0, 4.5)

@@ -212,5 +212,6 @@ def test_numbers_that_no_unit_makes_round_read_back() -> None:
         streaming=Curve(((1000 / 3, 0.1234567890123), (1e7, 1.0))),
         node=replace(profile.node, start=1e-9 / 3, mesh=True, in_switch=1 / 3),
         cores=2,
+        skew=Curve(((1 / 300, 0.2), (1 / 7, 0.05))),
     )
     assert parse_profile(odd.text(), "mine.yaml") == odd

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright import predict
+from meshwright.hardware.profile import Curve
 from meshwright.hardware.reader import read_profile
 
 WIDTH = 256
@@ -59,3 +60,16 @@ def test_a_transfer_takes_what_it_takes_between_the_farthest_ranks_of_its_stages
     plan = {"mesh": "dp_replicate=2,pp=2", "microbatches": 1}
     sends = predict(deep, batch, plan, hardware=far, loss=square).seconds.waterfall["waiting for other stages"]
     assert (sends > 0.5) == crosses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "meetings"), [("dp_replicate=2", 2), ("dp_shard=2", 3), ("pp=2", 3), ("dp_shard=1", 0)]
+)
+def test_ranks_wait_for_each_other_as_often_as_they_meet(mesh, meetings):
+    """A gather, a reduction and the norm of gradients; or a sum and the norm; or two microbatches, and the norm."""
+    h100 = read_profile("h100")
+    skewed = replace(h100, skew=Curve(((1e-9, 1.0), (1.0, 1e-3))))
+    batch, plan = (torch.empty(8, WIDTH, device="meta"),), {"mesh": mesh, "microbatches": 2 if "pp" in mesh else 1}
+    before, now = (predict(deep, batch, plan, hardware=profile, loss=square).seconds for profile in (h100, skewed))
+    assert now.waterfall.get("waiting for other ranks", 0.0) == pytest.approx(skewed.waiting(before.seconds, meetings))
+    assert now.seconds == pytest.approx(sum(now.waterfall.values()))

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright import PlanError, find_plans, make_recipe, predict
 from meshwright import planned as planned_module
+from meshwright.hardware.profile import Curve
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.clock import before_last_step, last_step
 from meshwright.prediction.predict import adamw_on
@@ -96,6 +97,23 @@ def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
         assert estimator.estimate(candidate).terms["host"] == pytest.approx(predicted, rel=0.1, abs=2e-4) != 0, (
             candidate
         )
+
+
+MEETING = [(1, 1, 2, 1), (2, 1, 1, 1)], [(1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1, 1, 2, 2)]
+"""Sizes of (pp, dp_replicate, dp_shard, tp)."""
+
+
+@pytest.mark.parametrize("sizes", [MEETING[0], pytest.param(MEETING[1], marks=pytest.mark.proof)], ids=["few", "more"])
+def test_an_estimate_waits_for_other_ranks_as_long_as_a_prediction(sizes):
+    skewed, build = replace(GPU, skew=Curve(((1e-6, 0.9), (1.0, 1e-3)))), partial(Tower, depth=4)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
+    estimator = Estimator(skewed, {tp: rehearsals.layer_costs(tp) for tp in {tp for *_, tp in sizes}}, 0.0, 0.0, 4)
+    for pp, replicate, shard, tp in sizes:
+        candidate = Candidate(pp, replicate, shard, tp, microbatches=2, rows=2, reshard=True)
+        rows = tokens(4 * replicate * shard, 32)
+        predicted = predict(build, rows, candidate.plan({}), hardware=skewed, loss=loss).seconds.waterfall
+        estimated = estimator.estimate(candidate).terms["waiting for other ranks"]
+        assert estimated == pytest.approx(predicted["waiting for other ranks"], rel=0.25), candidate
 
 
 def test_all_candidates_use_all_devices_and_all_rows():

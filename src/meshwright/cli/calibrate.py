@@ -16,7 +16,7 @@ from meshwright.draw.console import console
 from meshwright.errors import Findings
 
 if TYPE_CHECKING:
-    from meshwright.hardware.profile import Link, Profile
+    from meshwright.hardware.profile import Curve, Link, Profile
 
 # most processes between which collectives are measured: two for each core, as the ranks of a run share cores
 _SHARING = 8
@@ -66,7 +66,7 @@ def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
     """
     from meshwright.hardware.calibrate import calibrate as measure
     from meshwright.hardware.calibrate import processes_at_once
-    from meshwright.hardware.exchange import measured_link
+    from meshwright.hardware.exchange import measured_link, measured_skew
     from meshwright.prediction.job_costs import job_costs
     from meshwright.workers.pool import local_workers
 
@@ -77,8 +77,10 @@ def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
         profile: Profile = pool.run(partial(measure, devices_per_node=_DEVICES_PER_NODE), ranks=ranks)[0]
         tell(f"collectives between {sharing} processes")
         link: Link = pool.run(measured_link, ranks=sharing)[0]
+        tell(f"how long {sharing} processes wait for each other")
+        skew: Curve = pool.run(partial(measured_skew, cores=processes_at_once(threads)), ranks=sharing)[0]
         tell("jobs of a small model")
-        return job_costs(replace(profile, node=link), pool)
+        return job_costs(replace(profile, node=link, skew=skew), pool)
 
 
 def _tell(measurement: str) -> None:

@@ -7,7 +7,7 @@ profile_file calibrated_file                      the path of this machine's pro
 devices      profile_here                         the profile of this machine's devices
 quantity     read_quantity, spell_quantity        a number with a unit as text: "3.35 TB/s"
 calibrate    calibrate                            measures the CPU of this machine
-exchange     measured_link                        measures the link between processes
+exchange     measured_link, measured_skew         measures the link between processes, and how long they wait
 
     profile = read_profile("h100", network="roce-400")
     profile.compute(flops=2 * 4096**3, moved=3 * 2 * 4096**2, dtype="bfloat16", kind="matmul")
@@ -16,7 +16,7 @@ exchange     measured_link                        measures the link between proc
 
 from meshwright.hardware.calibrate import calibrate
 from meshwright.hardware.collectives import Group, collective
-from meshwright.hardware.exchange import measured_link
+from meshwright.hardware.exchange import measured_link, measured_skew
 from meshwright.hardware.profile import Curve, Estimate, Link, Profile
 from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file, keep_profile
 from meshwright.hardware.reader import profiles, read_profile
@@ -33,6 +33,7 @@ __all__ = [
     "collective",
     "keep_profile",
     "measured_link",
+    "measured_skew",
     "profiles",
     "read_profile",
 ]

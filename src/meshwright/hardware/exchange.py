@@ -1,9 +1,9 @@
-"""``measured_link``: the ranks of a group measure the link between them.
+"""``measured_link``: the ranks of a group measure the link between them. ``measured_skew``: how long they wait for each other.
 
 Between processes of one machine, the cores move the bytes. So the time of a collective is the CPU time that each process
 spends on it, including the threads of its backend. The clock is therefore CPU time of the process: it stops while the
 process waits, and other programs on the machine do not count. If ranks share cores, each rank needs this time on a core
-(``play``: T₁ / cores).
+(``play``: T₁ / cores). How long ranks wait for each other is measured apart (``measured_skew``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from math import exp, log
 from typing import TYPE_CHECKING
 
-from meshwright.hardware.meter import LEAST, curve, deviation, four_digits, monotone_points, rate
-from meshwright.hardware.profile import Link
+from meshwright.hardware.meter import LEAST, curve, deviation, four_digits, monotone_points, rate, timed
+from meshwright.hardware.profile import Curve, Link
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import Tensor
+
+SEGMENTS = (4e-3, 16e-3, 64e-3)
+"""CPU seconds that ranks compute between two collectives, when ``measured_skew`` times them."""
 
 CALLS = 4  # number of collectives between two readings of the clock
 MESSAGES = (4, *(4**i * 2**12 for i in range(7)))
@@ -70,6 +75,67 @@ def measured_link(
     return replace(
         link, kinds={kind: _times(link, kind, sizes[3::2], group, rounds) for kind in ("all_gather", "reduce_scatter")}
     )
+
+
+def measured_skew(
+    group: dist.ProcessGroup | None = None,
+    *,
+    cores: int,
+    segments: Sequence[float] = SEGMENTS,
+    budget: float = 1.0,
+) -> Curve:
+    """Measures by which fraction ranks take longer from one collective to the next than they compute (`Profile.skew`).
+
+    Collective: every rank of the group calls this function, and all get equal curves. Ranks compute, meet in an all-reduce of
+    a few bytes, compute again. What they would take if all arrived together is the CPU time of all ranks over the cores that
+    they can use. What they take more is the wait: a core that computes more slowly for a moment holds up all ranks, and so
+    does a rank that is not scheduled on a core of which there are too few.
+
+    Args:
+        group: default: all ranks.
+        cores: number of ranks that can compute at the same time.
+        segments: CPU seconds between two collectives, from small to large.
+        budget: CPU seconds of a rank for each of ``segments``.
+    """
+    import torch
+    import torch.distributed as dist
+
+    a, ranks = torch.rand(256, 256), dist.get_world_size(group)
+    product = torch.tensor(timed(lambda: a @ a, 50), dtype=torch.float64)
+    dist.all_reduce(product, group=group)
+    fractions, points = [1.0], []
+    for segment in segments:
+        products, meetings = max(1, round(segment * ranks / float(product))), max(8, round(budget / segment))
+        wall, computed = _seconds_together(partial(_products, a, products), meetings, group)
+        fractions.append(min(fractions[-1], max(LEAST / 10, 1 - computed / min(ranks, cores) / wall)))
+        points.append((four_digits(wall), four_digits(fractions[-1])))
+    return Curve(tuple(points))
+
+
+def _products(matrix: Tensor, number: int) -> None:
+    for _ in range(number):
+        matrix @ matrix
+
+
+def _seconds_together(
+    compute: Callable[[], object], meetings: int, group: dist.ProcessGroup | None
+) -> tuple[float, float]:
+    """(wall seconds of the slowest rank, CPU seconds of all ranks) for ``compute`` and a small all-reduce after it."""
+    import torch
+    import torch.distributed as dist
+
+    few = torch.ones(4)
+    compute()
+    dist.all_reduce(few, group=group)
+    began, computed = time.perf_counter(), time.process_time()
+    for _ in range(meetings):
+        compute()
+        dist.all_reduce(few, group=group)
+    wall = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    total = torch.tensor(time.process_time() - computed, dtype=torch.float64)
+    dist.all_reduce(wall, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(total, group=group)
+    return float(wall) / meetings, float(total) / meetings
 
 
 def _times(link: Link, kind: str, sizes: Sequence[int], group: dist.ProcessGroup | None, rounds: int) -> float:

@@ -6,6 +6,7 @@
 | seconds of a call | max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch) | `Profile.compute` |
 | seconds of bytes over a link | bytes / (bandwidth · e(bytes)) | `Link.seconds` |
 | seconds of a collective | one for each algorithm | `meshwright.hardware.collectives` |
+| ranks that wait for each other | seconds · skew(seconds / collectives) | `Profile.waiting` |
 | interval of a prediction | mean / (1 + 2 scatter) to mean · (1 + 2 scatter) | `Estimate` |
 
 ``read_profile`` reads a profile from a YAML file, ``calibrate`` measures one, and `Profile.text` writes one as YAML.
@@ -194,6 +195,8 @@ class Profile:
             ``compute``. On a CPU the tensors of a parameter are in the cache after the first of these functions.
         job_call, job_step, job_action: seconds of the host that a job adds to a torch function of a forward over tp that is
             not replayed, to a step, and to a forward or backward of a microbatch; 0: not measured.
+        skew: the fraction by which ranks that share the cores of a machine take longer from one collective to the next than
+            they compute, because they do not arrive together; by these seconds. None: not measured.
         contention: how much longer functions take while a collective runs at the same time, as a fraction. The collective
             takes multiprocessors, memory bandwidth and power.
         slower: ATen function → its seconds / the seconds of a copy of as many bytes.
@@ -228,6 +231,7 @@ class Profile:
     job_call: float = 0.0
     job_step: float = 0.0
     job_action: float = 0.0
+    skew: Curve | None = None
     contention: float = 0.0
     slower: Mapping[str, float] = field(default_factory=dict, hash=False)
 
@@ -265,6 +269,20 @@ class Profile:
     def update(self, *, sharded: bool) -> float:
         """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: whether parameters are DTensors."""
         return (sharded and self.host_sharded) or self.host_update or self.host
+
+    def waiting(self, seconds: float, collectives: float) -> float:
+        """Seconds in which a rank waits for ranks that arrive later at a collective: seconds · skew(seconds / collectives).
+
+        The process skew of MPI's literature (Faraj, Patarasuk, Yuan: A study of process arrival patterns for MPI collective
+        operations, ICS 2007), which grows with the time since ranks last met.
+
+        Args:
+            seconds: of a step, if all ranks took equally long for each of its parts.
+            collectives: number of times that the rank meets others in these seconds.
+        """
+        if self.skew is None or collectives <= 0 or seconds <= 0:
+            return 0.0
+        return seconds * self.skew.at(seconds / collectives)
 
     def text(self) -> str:
         """The profile as YAML. If its links have names, ``read_profile`` reads an equal profile from it."""

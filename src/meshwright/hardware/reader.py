@@ -68,6 +68,7 @@ _KEYS = (
     *_REQUIRED,
     *ABSENT,
     "update_fraction",
+    "skew",
     "contention",
     "slower",
     "notes",
@@ -181,6 +182,7 @@ class _Reader:
             "streaming": self.curve_of(values, (), "streaming"),
             "network": self.choose("network", networks, network, values),
             "cores": self.integer(values, (), "cores", least=0),
+            "skew": self.curve_of(values, (), "skew", "s"),
             "slower": self.times(values, "slower"),
         }
         if self.findings or chosen is None:  # if there is no node, there is a finding
@@ -267,8 +269,8 @@ class _Reader:
             self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")
         return Link(name=path[-1], **fields) if len(self.findings) == before else None
 
-    def curve_of(self, values: dict[str, Any], path: KeyPath, key: str) -> Curve | None:
-        return self.curve(values[key], (*path, key), "B") if key in values else None
+    def curve_of(self, values: dict[str, Any], path: KeyPath, key: str, kind: Kind = "B") -> Curve | None:
+        return self.curve(values[key], (*path, key), kind) if key in values else None
 
     def curve(self, values: object, path: KeyPath, kind: Kind) -> Curve | None:
         """A curve: sizes with efficiencies, from small to large. A larger call must take at least as long as a smaller one."""

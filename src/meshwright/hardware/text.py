@@ -31,6 +31,7 @@ def profile_text(profile: Profile) -> str:
         **{key: spell_quantity(getattr(profile, key), "s") for key in ABSENT if getattr(profile, key)},
         **({"slower": dict(profile.slower)} if profile.slower else {}),
         **({"update_fraction": profile.update_fraction} if profile.update_fraction != 1 else {}),
+        **({"skew": _curve(profile.skew, "s")} if profile.skew else {}),
         **({"contention": profile.contention} if profile.contention else {}),
         "scatter": profile.scatter,
         **({"cores": profile.cores} if profile.cores else {}),

@@ -175,7 +175,14 @@ def _step(
     seconds = max(played.ends[last], _shared_cores(recipe, profile, roles, phases))
     if seconds > played.ends[last]:
         terms["shared cores"] = seconds - played.ends[last]
-    return played, StepSeconds(seconds, scatter, terms)
+    if waiting := profile.waiting(seconds, _meetings(phases[slowest[last].rank])):
+        terms["waiting for other ranks"] = waiting
+    return played, StepSeconds(seconds + waiting, scatter, terms)
+
+
+def _meetings(phases: Iterable[Phase]) -> float:
+    """How often a rank meets others in a step: its collectives and receives. A send waits for nobody."""
+    return sum(exchanges.calls for phase in phases for exchanges in phase.exchanges if exchanges.kind != "send")
 
 
 def _terms(phases: list[Phase], wait: float) -> dict[str, float]:

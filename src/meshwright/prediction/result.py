@@ -21,8 +21,8 @@ class StepSeconds(Estimate):
 
     Attributes:
         waterfall: term → its seconds, on the rank that ends last. The terms are ``compute``, ``host``, the exposed
-            communication over each axis, ``waiting for other stages``, ``clip``, ``optimizer`` and ``shared cores``; they
-            add up to the seconds. Empty if the seconds were measured.
+            communication over each axis, ``waiting for other stages``, ``clip``, ``optimizer``, ``shared cores`` and
+            ``waiting for other ranks``; they add up to the seconds. Empty if the seconds were measured.
     """
 
     waterfall: Mapping[str, float] = field(default_factory=dict)
