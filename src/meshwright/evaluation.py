@@ -5,7 +5,7 @@ A forward may take another path in it. So what is recorded of a forward holds on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 from torch import nn
@@ -27,7 +27,7 @@ class Modes:
 
 
 @contextmanager
-def in_evaluation(model: nn.Module, names: Evaluating) -> Iterator[None]:
+def in_evaluation(model: nn.Module, names: Set[str]) -> Iterator[None]:
     """Within the block these modules of a model are in evaluation mode, and all others in training mode."""
     before = [(module, module.training) for module in model.modules()]
     try:

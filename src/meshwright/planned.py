@@ -23,6 +23,7 @@ from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
+from meshwright.planning.branch import slots_of_two_places
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
@@ -167,13 +168,16 @@ class Planned:
             evaluating: the modules that are in evaluation mode.
             switches: attributes that a person has set on modules since.
         """
-        dividing = [p for p in self.recipe.branches if p.splits]
+        recipe = self.recipe
+        dividing = [p for p in recipe.branches if p.splits]
         with (
             switched(self._model, switches),
             computing_in(self._model, self._precision),
             in_evaluation(self._model, evaluating),
         ):
-            graph = capture(self._model, run, staged=self.recipe.mesh.axis_size("pp") > 1, grad=grad)
+            graph = capture(
+                self._model, run, staged=recipe.mesh.axis_size("pp") > 1, grad=grad, follow=bool(recipe.branches)
+            )
             graph.cuts = self._cuts(graph)
             if not dividing or not all(rows_apart(self._model, p, graph) for p in dividing):
                 return graph
@@ -189,7 +193,8 @@ class Planned:
         recipe = self.recipe
         if recipe.branches or not recipe.stages:  # regions may not be cut: stages begin at the same events as before
             starts = [graph.positions.get(stage.first, -1) for stage in recipe.stages[1:]]
-            return None if -1 in starts or starts != sorted(starts) else tuple(starts)
+            apart = slots_of_two_places(recipe.placed, recipe.places, graph)
+            return None if -1 in starts or starts != sorted(starts) or apart else tuple(starts)
         pinned = {
             position: frozenset.intersection(*(frozenset(recipe.by_name[name].stages) for name in event.parameters))
             for position, event in enumerate(graph.events) if event.parameters and not event.hands_on

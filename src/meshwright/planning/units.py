@@ -160,6 +160,8 @@ class ParameterUses:
         for name, module in candidates.items():
             for p in module.parameters():
                 self.owners[id(p)].append(name)
+        # (id of a module, name of a parameter in it) → id of the parameter that belongs there.
+        self._belongs = {(id(module), key): id(p) for module, key, p in _parameters_of(model)}
         self._places: list[list[_Place]] = []  # for each unit in ``active`` its replaced parameters
         self._replacements: dict[tuple[int, frozenset[str]], _Gathered] = {}
         self._gathered: dict[int, _Gathered] = {}  # id of a replacement → its facts
@@ -169,9 +171,9 @@ class ParameterUses:
         gathered = self._gathered.get(id(x))
         return x if gathered is None else gathered.original
 
-    def _is_of_model(self, p: Any) -> bool:
-        """Whether a parameter is one of the model's, and not one that the forward has put in its place."""
-        return id(self.own(p)) in self.owners
+    def _belongs_there(self, module: nn.Module, key: str, p: nn.Parameter) -> bool:
+        """Whether a parameter is the module's own, and not one that the forward has put in its place."""
+        return self._belongs.get((id(module), key)) == id(self.own(p))
 
     def note(self, x: Any, name: str) -> None:
         """Records that a torch function uses a parameter. ``x``: the Parameter object that the function got; ``name``: its
@@ -250,9 +252,9 @@ class ParameterUses:
                 self.writing.add(name)
             tensors = map(local_of, tensors_of((args, kwargs)))
             self._inputs += [(name, t, version(t)) for t in tensors]
-            foreign = next((key for key, p in module.named_parameters() if not self._is_of_model(p)), None)
-            if foreign is not None:
-                self.swapped_when_recomputed[name] = foreign
+            foreign = (key for part, key, p in _parameters_of(module) if not self._belongs_there(part, key, p))
+            if (swapped := next(foreign, None)) is not None:
+                self.swapped_when_recomputed[name] = swapped
 
         return begin, keep
 
@@ -280,13 +282,9 @@ class ParameterUses:
 
     def _gather(self, unit: nn.Module) -> list[_Place]:
         """Replaces a unit's parameters by other Parameter objects. Returns the places, to put the parameters back."""
-        parameters = [
-            (module, key, p)
-            for module in unit.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        ]  # fmt: skip
         places, foreign = [], []
-        for module, key, p in parameters:
-            if self._is_of_model(p):
+        for module, key, p in _parameters_of(unit):
+            if self._belongs_there(module, key, p):
                 places.append(_Place(module, key, p, self._stand_in(p)))
             else:
                 foreign.append(key)
@@ -305,3 +303,11 @@ class ParameterUses:
             gathered = self._replacements[id(parameter), units] = _Gathered(replacement, parameter, units)
             self._gathered[id(replacement)] = gathered
         return gathered.parameter
+
+
+def _parameters_of(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """(module, name in it, parameter) for each place of a parameter."""
+    return [
+        (module, key, p)
+        for module in root.modules() for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]  # fmt: skip

@@ -101,7 +101,8 @@ class Runner:
         Returns:
             The scaled loss of each microbatch, on the ranks that have it.
         """
-        begin = ModuleState(self.module, self.written()) if once and len(microbatches.batches) > 1 else None
+        is_divided = len(microbatches.batches) > 1
+        begin = (lambda: ModuleState(self.module, self.written())) if once and is_divided else None
         if not backward:
             losses = self.executor.run(microbatches, begin, forward_context, backward=False)
             self.sharded_model.reshard()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.errors import StageError
+from meshwright.evaluation import in_evaluation
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
 from meshwright.runtime.coupling.attributes import VALUES, Name, differing, perturbed
@@ -249,8 +250,8 @@ class Attempt:
         """The attributes that differ after a forward of all rows and one of the first part, and how."""
         return differing(self._of_all.final_attributes[0], self._parts[way].final_attributes[0])
 
-    def computes_with(self, attributes: Mapping[Name, str], way: str) -> bool:
-        """Whether the loss of the next forward depends on these attributes.
+    def computes_with(self, attributes: Mapping[Name, str], way: str, *, evaluating: bool = False) -> bool:
+        """Whether the loss of the next forward depends on these attributes. ``evaluating``: of one in evaluation mode.
 
         Two forwards begin with different values: those after a forward of all rows; and those after the first part if the
         shape is the same, else invented ones.
@@ -261,13 +262,15 @@ class Attempt:
             for n, how in attributes.items()
             if n in of_all and n in of_part
         }
-        losses = []
+        losses, model = [], self._forwards.model
+        mode = in_evaluation(model, {name for name, _ in model.named_modules()}) if evaluating else nullcontext()
         try:
-            for begin in (of_all, {**of_all, **other}):
-                losses.append(self._without_gradients(partial(self._loss_after, begin)))
+            with mode:
+                for begin in (of_all, {**of_all, **other}):
+                    losses.append(self._without_gradients(partial(self._loss_after, begin)))
         except StageError:
             raise
-        except Exception:  # the next forward fails
+        except Exception:  # the next forward fails, or has no loss
             return False
         return all(map(isfinite, losses)) and abs(losses[0] - losses[1]) > self._tolerance * max(1.0, abs(losses[0]))
 

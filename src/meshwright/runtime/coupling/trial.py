@@ -281,7 +281,11 @@ def _with_attributes(kind: str, attempt: Attempt, forwards: Forwards) -> Verdict
     names = tuple(f"{path}.{key}" if path else key for (path, key), how in differing.items() if how == VALUES)
     if not forwards.agreed(bool(differing))[1]:
         return Verdict(kind)
-    if forwards.agreed(attempt.computes_with(differing, kind) or (bool(names) and attempt.has_backward_hooks()))[1]:
+    computing = attempt.computes_with(differing, kind) or (bool(names) and attempt.has_backward_hooks())
+    # In evaluation the model may take what training left (a running mean in an attribute).
+    if forwards.agreed(computing)[1] or (
+        forwards.model.training and forwards.agreed(attempt.computes_with(differing, kind, evaluating=True))[1]
+    ):
         which = f" ({', '.join(names[:3])})" if names else ""
         return Verdict(
             COUPLED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,16 @@ from meshwright.runtime.batch_caches import LruCache
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.program import Call, Program, Programs
+from meshwright.runtime.pipeline.stage_buffers import StageBuffers
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import PipelineStep
 from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import Microbatches, call_model
 from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
+
+Begin = Callable[[], ModuleState]
+"""Takes the state of the modules before a step."""
 
 
 class Executor:
@@ -32,6 +36,7 @@ class Executor:
     def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
         self._stages, self.programs, self._loss = stages, programs, loss
         self._schedules = LruCache[Schedule]()
+        self._buffers = StageBuffers(stages.model, stages.recipe, stages.groups)
         self._trying = self._wide = False
 
     @property
@@ -57,7 +62,7 @@ class Executor:
     def run(
         self,
         microbatches: Microbatches,
-        begin: ModuleState | None = None,
+        begin: Begin | None = None,
         forward_context: ForwardContext = no_context,
         *,
         backward: bool,
@@ -66,8 +71,8 @@ class Executor:
 
         Args:
             microbatches: the microbatches of this rank, with their weights.
-            begin: the state of the modules with which each microbatch begins; afterwards they have the state that the first
-                one left. None: each microbatch begins with the state that the previous one left.
+            begin: takes the state of the modules, with which each microbatch then begins; afterwards they have the state that
+                the first one left. None: each microbatch begins with the state that the previous one left.
             forward_context: a context for the forward of each stage and microbatch.
             backward: whether to run the backward, which adds gradients to ``.grad``.
 
@@ -75,7 +80,7 @@ class Executor:
             Exception: in a trial of a model in parts, after all communication: the first error of this rank's parts.
         """
         step = self.step(microbatches, call_model, self._loss, begin, forward_context, backward=backward)
-        step.perform()
+        self._perform(step)
         if step.failures:
             raise step.failures[0]
         return step.losses
@@ -83,8 +88,13 @@ class Executor:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a forward. Returns the model's output with full tensors, on the ranks of the last stage; None on others."""
         step = self.step(Microbatches([(args, kwargs)], [1.0], [None]), _call, None, backward=False)
-        step.perform()
+        self._perform(step)
         return step.result
+
+    def _perform(self, step: PipelineStep) -> None:
+        step.perform()
+        if not self._trying:
+            self._buffers.note(step.programs)
 
     def record(self, batch: Any) -> None:
         """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""
@@ -107,7 +117,7 @@ class Executor:
         microbatches: Microbatches,
         call: Call,
         loss: Loss | None,
-        begin: ModuleState | None = None,
+        begin: Begin | None = None,
         forward_context: ForwardContext = no_context,
         *,
         backward: bool,
@@ -122,6 +132,7 @@ class Executor:
         grad = backward or self._trying
         programs = self._programs(microbatches.batches, call, loss, grad=grad)
         schedule = self._schedule(edges_of(programs, backward=backward), len(microbatches.batches), backward=backward)
+        self._buffers.bring(programs, lasting=not self._trying)
         return PipelineStep(
             self._stages,
             programs,
@@ -129,7 +140,7 @@ class Executor:
             microbatches,
             call,
             loss,
-            begin,
+            begin and begin(),
             forward_context,
             backward=backward,
             trying=self._trying,

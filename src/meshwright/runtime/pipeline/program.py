@@ -11,9 +11,10 @@ each send.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from torch import nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
 from meshwright.calls.stub import without_values
+from meshwright.calls.tracer import Slot
 from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
 from meshwright.graph import ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
+from meshwright.regions import place_events
 from meshwright.runtime.batch_caches import LengthCache, LruCache, Points, ValueCache, sizes_of
 from meshwright.runtime.pipeline.resized import graphs_between
 from meshwright.runtime.rows.batch import changed_tensors, copied, tensors_in, versions
@@ -72,6 +75,13 @@ class Replanner(Protocol):
         """Runs the forward for the shapes of a batch under a recorder (``CountRecorder`` in runtime/rows/label_program.py)."""
 
 
+class Home(NamedTuple):
+    """The ranks that change a slot: those of a rank of the pipeline axis, in a place."""
+
+    pp_rank: int
+    place: int
+
+
 @dataclass(frozen=True)
 class Program:
     """A forward that was recorded for one set of shapes, divided into stages.
@@ -81,12 +91,14 @@ class Program:
         crossing: the values that cross between stages.
         stages: number → program, of this rank's stages.
         writes: the tensors of the batch that the forward writes to, by their index among its tensors.
+        changed: (module, name) of each buffer or attribute that one stage or branch changes → the ranks that change it.
     """
 
     graph: ModelGraph
     crossing: Crossing
     stages: dict[int, StageProgram]
     writes: frozenset[int]
+    changed: Mapping[Slot, Home]
 
     def differentiable(self, edge: Edge) -> tuple[int, ...]:
         """The values over an edge whose gradients are sent back: those that a backward from the loss reaches. A value before a
@@ -211,7 +223,7 @@ class Programs:
         def between(length: int) -> Program:
             resized = graph_for(length)
             stages = {s: stage.with_graph(resized) for s, stage in first.stages.items()}
-            return Program(resized, first.crossing, stages, first.writes)
+            return Program(resized, first.crossing, stages, first.writes, first.changed)
 
         return between
 
@@ -231,7 +243,7 @@ class Programs:
             s: StageProgram(graph, crossing, s, *branch_facts, streams=streams, whole_output=whole_output)
             for s in self._stages
         }
-        program = Program(graph, crossing, stages, writes)
+        program = Program(graph, crossing, stages, writes, _changed(graph, cuts, recipe))
         self._agree(program.digest)
         return program
 
@@ -251,3 +263,19 @@ class Programs:
                     f"ranks {ranks} recorded different forwards for one batch, and would wait for each other: the model acts "
                     "on what differs between processes, the order of a set perhaps, a clock or the process's own number"
                 )
+
+
+def _changed(graph: ModelGraph, cuts: Sequence[int], recipe: Recipe) -> dict[Slot, Home]:
+    """The buffers and attributes that one stage or branch changes, with the ranks that change them."""
+    followed = graph.followed or graph
+    changed: dict[Slot, tuple[int, ...]] = {slot: (position,) for slot, position in followed.changes.items()}
+    changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
+    if not changed:
+        return {}
+    places = place_events(followed, recipe.placed, recipe.places) if recipe.branches else [0] * len(followed.events)
+    return {
+        slot: Home(
+            recipe.stage_rank[bisect_right(cuts, changes[-1])], next((places[p] for p in changes if places[p]), 0)
+        )
+        for slot, changes in changed.items()
+    }

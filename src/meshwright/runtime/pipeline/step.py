@@ -67,6 +67,7 @@ class PipelineStep:
         wide: whether forwards compute in float64, and not in the recorded dtypes.
 
     Attributes:
+        programs, schedule: as given.
         losses: scaled, of the microbatches, on the ranks of the last stage.
         failures: the errors of this rank's stages and branches in a trial.
         result: the model's output if there is no loss, on the ranks of the last stage.
@@ -87,13 +88,13 @@ class PipelineStep:
         trying: bool = False,
         wide: bool = False,
     ) -> None:
-        self._stages, self._programs, self.schedule = stages, programs, schedule
+        self._stages, self.programs, self.schedule = stages, programs, schedule
         self._microbatches, self._call, self._loss = microbatches, call, loss
         self._backward_too, self._state, self._forward_context = backward, begin, forward_context
         self._grad = backward or trying  # a trial runs the forward as a step does
         # A stage may stop before the end of a forward, so host generators have different states on different stages afterwards.
         # Each forward is therefore seeded anew.
-        draws = any(program.graph.draws for program in self._programs)
+        draws = any(program.graph.draws for program in self.programs)
         self._seeds = [random.getrandbits(_SEED_BITS) for _ in microbatches.batches] if draws else []
         self._generators = StageGenerators(stages.generators, stages.numbers)
         repeated = [slot for program in programs for slot in program.graph.repeated]
@@ -147,7 +148,7 @@ class PipelineStep:
         except (StageError, ReplicaError, KeyboardInterrupt):
             raise
         except Exception as error:
-            if not self._programs:
+            if not self.programs:
                 raise
             others = ", ".join(map(stages.describe, self._transfers.others(action)))
             raise StageError(
@@ -167,7 +168,7 @@ class PipelineStep:
     def _share_writes(self) -> None:
         """Copies the values that the forward wrote to the batch from the last stage, which runs to the end, to all ranks."""
         last, group = self._stages.recipe.stage_rank[-1], self._stages.groups.pipeline
-        for m, program in enumerate(self._programs):
+        for m, program in enumerate(self.programs):
             tensors = tensors_in(self._microbatches.batches[m])
             values = tensors_in(self._written.pop(m)) if m in self._written else tensors
             for i in sorted(program.writes):
@@ -198,7 +199,7 @@ class PipelineStep:
 
     def _ones(self, action: Action) -> dict[int, Tensor]:
         """Ones for each value that a stage sends, as its forward of this microbatch has failed."""
-        program = self._programs[action.microbatch]
+        program = self.programs[action.microbatch]
         edges = ((source, numbers) for (source, _), numbers in program.crossing.values.items())
         return {
             n: self._transfers.empty(program.graph.values[n]).fill_(1)
@@ -259,7 +260,7 @@ class PipelineStep:
         # one before, through whose graph gradients come after FSDP2 has reduced those of the unit.
         torch.clear_autocast_cache()
         with ExitStack() as stack:
-            if self._programs:
+            if self.programs:
                 # This decides whether received values get a gradient.
                 stack.enter_context(torch.set_grad_enabled(self._grad))
                 part = self._part(action, flight)
@@ -285,7 +286,7 @@ class PipelineStep:
         model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
             return self._call(model, piece)
-        if self._programs[m].writes:
+        if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = copied(piece)
             if part.program.last:
@@ -295,7 +296,7 @@ class PipelineStep:
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
         """The interpreter for a stage's part of the forward."""
-        stages, program = self._stages, self._programs[action.microbatch]
+        stages, program = self._stages, self.programs[action.microbatch]
         graph, received = program.graph, {}
         for n, value in self._inputs(action, flight):
             flight.received[n] = leaf = value.requires_grad_(self._grad and graph.values[n].requires_grad)
@@ -320,7 +321,7 @@ class PipelineStep:
 
     def _inputs(self, action: Action, flight: Flight) -> Iterator[tuple[int, Tensor]]:
         """(number, tensor) of each value that a stage receives from others."""
-        program, stage, m = self._programs[action.microbatch], action.stage, action.microbatch
+        program, stage, m = self.programs[action.microbatch], action.stage, action.microbatch
         for n, t in flight.arrived:
             yield n, laid_out(t, program.graph.values[n].stride)
         flight.arrived = []
@@ -334,7 +335,7 @@ class PipelineStep:
 
     def _backward(self, action: Action, flight: Flight) -> None:
         """Runs the backward of a stage and a microbatch, and collects the gradients of received values."""
-        program = self._programs[action.microbatch] if self._programs else None
+        program = self.programs[action.microbatch] if self.programs else None
         for n, buffer in flight.arrived:
             flight.grads.setdefault(n, []).append(buffer)
         if program is not None:

@@ -1,0 +1,149 @@
+"""What one stage or branch changes while training is what others read in an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import meshwright as mw
+from meshwright.runtime.rows.microbatches import rows_of_rank
+from meshwright.workers.pool import LocalWorkers
+
+WIDTH = 6
+BRANCHES = {"mesh": "tp=2", "modules": {"a": {"on": "tp[0]"}, "b": {"on": "tp[1]"}}}
+STAGES = {"mesh": "pp=2", "microbatches": 2}
+
+
+def batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [{key: torch.randn(8, WIDTH, generator=draw, dtype=torch.float64) for key in ("x", "y")} for _ in range(4)]
+
+
+class Counting(nn.Module):
+    """Counts its forwards in training, and averages what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).tanh()
+        if self.training:
+            self.count += 1
+            self.mean.lerp_(h.detach().mean(0), 0.1)
+        return h
+
+
+class Warmed(nn.Module):
+    """All stages read the count that the first one changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = Counting(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h) * (1 - 0.5 * torch.exp(-self.first.count))
+        return {"loss": functional.mse_loss(h, y)}
+
+
+class Calibrated(nn.Module):
+    """Reads in an evaluation alone what its branches averaged in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = Counting(), Counting(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.a(x) + self.b(x)
+        if not self.training:
+            h = h + self.a.mean * self.a.count - self.b.mean
+        return {"loss": functional.mse_loss(self.head(h), y)}
+
+
+class Attributes(nn.Module):
+    """Keeps a Python number, or a tensor in an attribute, of the last rows, and uses it in an evaluation."""
+
+    def __init__(self, number: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.number, self.last = number, 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        if self.training:
+            size = h.detach().abs().mean()
+            self.last = float(size) if self.number else size
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return {"loss": functional.mse_loss(h if self.training else h * self.last, y)}
+
+
+def losses_of(step: Callable[..., Tensor], evaluate: Callable[..., Tensor], module: nn.Module) -> list[float]:
+    """Of steps and evaluations in turns; there is one after each step at first, then after some."""
+    parameters = [p for p in module.parameters() if not p.is_meta]
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    for i, batch in enumerate([*batches(), *batches()]):
+        losses.append(float(step(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if i != 3:
+            module.eval()
+            losses.append(float(evaluate(batch)))
+            module.train()
+    return losses
+
+
+def losses_over(build: Any, plan: Any) -> list[float]:
+    job = mw.parallelize(build, plan, batch=batches()[0], dtype=torch.float64)
+
+    def rows(batch: Any) -> Any:
+        return rows_of_rank(batch, job.recipe, job.rank)
+
+    return losses_of(lambda b: job.step(rows(b)), lambda b: job.evaluate(rows(b)), job.module)
+
+
+def losses_of_one_device(build: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = build().double()
+
+    def step(batch: Any) -> Tensor:
+        loss: Tensor = model(**batch)["loss"]
+        loss.backward()
+        return loss.detach()
+
+    def evaluate(batch: Any) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = model(**batch)["loss"]
+        return loss
+
+    return losses_of(step, evaluate, model)
+
+
+CASES = {
+    "a count that all stages read": (Warmed, STAGES),
+    "averages of branches": (Calibrated, BRANCHES),
+    "averages of stages": (Calibrated, STAGES),
+    "a number of the last rows, over data": (lambda: Attributes(number=True), "dp_shard=2"),
+    "a number of the last rows, over stages": (lambda: Attributes(number=True), STAGES),
+    "a tensor of the last rows, over data": (
+        lambda: Attributes(number=False),
+        {"mesh": "dp_shard=2", "microbatches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_evaluation_reads_what_training_left(name: str, workers: LocalWorkers) -> None:
+    build, plan = CASES[name]
+    wanted = losses_of_one_device(build)
+    for found in workers.run(losses_over, build, plan, ranks=2):
+        assert found == pytest.approx(wanted, rel=1e-9)
