@@ -167,6 +167,14 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("$frozen(L, L)", "!{1}.weight.detach().lerp_({0}.detach().flatten(0, -2).mT @ {0}.detach().flatten(0, -2), 0.02)", "{1}({0}) * 0.3", fits=0),
         _idiom("$spectral(L, K)({0})", fits=0),
     ),
+    "modes": (
+        _idiom("$zeros(L)", "!if self.training: {1}.mul_(0.9).add_({0}.detach().mean((0, 1)), alpha=0.1)", "{0} + {1}", fits=0),
+        _idiom("$zeros(L)", "!if self.training: {1} = 0.9 * {1} + 0.1 * {0}.detach().mean((0, 1))", "{0} if self.training else {0} * (1 + {1})", fits=0),
+        _idiom("$zeros(1)", "!if self.training: {1}.add_(1)", "$linear(L, L)({0}) * (1 - 0.5 * torch.exp(-{1}))", "torch.tanh($linear(L, L)({2})) * (1 - 0.2 * torch.exp(-{1}))", fits=0),
+        _idiom("$linear(L, L)({0}) if self.training else {0} * 0.5", fits=0),
+        _idiom("$linear(L, L)", "{1}({0})", "{2} + 0.1 if self.training else {2} * {1}.weight.mean()", fits=0),
+        _idiom("$frozen(L, L)", "$linear(L, L)", "!if self.training: {1}.weight.detach().lerp_({2}.weight.detach(), 0.1)", "{2}({0})", "{3} if self.training else {1}({3})", fits=0),
+    ),
     "swapped": (
         _idiom("$mlp(L, L)", "{n: p.tanh() for n, p in {1}.named_parameters()}", "torch.func.functional_call({1}, {2}, ({0},))", fits=0),
         _idiom("$mlp(L, L)", "{1}({0})", "torch.func.functional_call({1}, {n: p.detach() * 0.5 for n, p in {1}.named_parameters()}, ({2},)) + {0}", fits=0),

@@ -104,6 +104,12 @@ class Facts:
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+
+
+def evaluates(run: Run) -> bool:
+    """Whether each step is followed by an evaluation of its last rows: if the program does something else there."""
+    return "self.training" in run.source
 
 
 def one_device(run: Run, noise: float = 0.0) -> Facts:
@@ -127,6 +133,12 @@ def one_device(run: Run, noise: float = 0.0) -> Facts:
         facts.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
+        if evaluates(run):
+            model.eval()
+            torch.manual_seed(count)
+            with torch.no_grad():
+                facts.evaluated.append(model(**sample(run, rows[-1], count))["loss"].item())
+            model.train()
         facts.parameters.append({n: p.detach().clone() for n, p in model.named_parameters()})
         facts.buffers.append({n: b.detach().clone() for n, b in model.named_buffers()})
     return facts
@@ -161,6 +173,15 @@ def judged(run: Run, timeout: float) -> Verdict:
         differences.gradients(step, job)
         optimizer.step()
         optimizer.zero_grad()
+        if evaluates(run):
+            job.module.eval()
+            torch.manual_seed(count)
+            try:
+                loss = job.evaluate(_rows(run, job, sample(run, rows[-1], count))).item()
+            except (PlanError, RowsError, UncutPathError) as error:
+                return Verdict(REFUSED, type(error).__name__, str(error))
+            differences.compare("evaluations", step, 0, torch.tensor(facts.evaluated[step]), torch.tensor(loss))
+            job.module.train()
         differences.state(step, job)
     for name, value in job.full_buffers():
         if value is not None:

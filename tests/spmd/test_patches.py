@@ -42,6 +42,7 @@ SETS = {
     "planning/units.py": "parameters of the model's modules, back after their unit",
     "runtime/weights/parameters.py": "parameters of the model's modules",
     "runtime/pipeline/stage_constants.py": "attributes of the model's modules",
+    "runtime/pipeline/stage_buffers.py": "attributes of the model's modules",
     "runtime/coupling/trial_state.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",

@@ -2,7 +2,7 @@
 
 | allocated by | bytes | name |
 | --- | --- | --- |
-| oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 | `convolution_workspace` |
+| oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 or 8 | `convolution_workspace` |
 | its backward | gradient of the output + max(input, gradient of the input), in blocks | `convolution_workspace` |
 | gloo's all-gather and reduce-scatter | a copy of the full tensor | `CPU` |
 | gloo's send | the sent tensor until the end of the schedule: only then is a send known to have ended | `CPU` |
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-BLOCK = 16  # channels in a block of oneDNN, on a CPU with AVX-512
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,11 @@ def _blocked(x: Tensor) -> int:
 
 
 def _padded(x: Tensor) -> int:
-    """Bytes of a tensor whose number of channels is rounded up to a multiple of ``BLOCK``."""
-    channels = x.shape[1]
-    return x.numel() // channels * (-(-channels // BLOCK) * BLOCK) * x.element_size()
+    """Bytes of a tensor whose number of channels is rounded up to full blocks."""
+    channels, block = x.shape[1], _channels_of_a_block()
+    return x.numel() // channels * (-(-channels // block) * block) * x.element_size()
+
+
+def _channels_of_a_block() -> int:
+    """Channels in a block of oneDNN: as many float32 as a register of this CPU has."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8

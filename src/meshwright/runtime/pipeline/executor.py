@@ -93,8 +93,9 @@ class Executor:
 
     def _perform(self, step: PipelineStep) -> None:
         step.perform()
-        if not self._trying:
-            self._buffers.note(step.programs)
+        self._buffers.note(
+            step.programs
+        )  # of a trial too: its next forward begins with what this one left, or with other values
 
     def record(self, batch: Any) -> None:
         """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""

@@ -11,7 +11,8 @@ buffer, nobody reads an old copy: the forward's first use of it, and all uses up
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.structure import is_constant, owner_of
 from meshwright.calls.tracer import Slot, slot_value
-from meshwright.private import without_modes
+from meshwright.private import pytree, without_modes
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.pipeline.program import Home, Program
@@ -70,28 +71,40 @@ class StageBuffers:
         return next(i for i, other in enumerate(places.line(0, rank)) if places.at(other, place) is not None)
 
     def _send(self, slots: Sequence[Slot], axis: str, source: int) -> None:
-        """Sends the tensors and constants in slots from one rank of an axis to the others. ``axis``: ``pp`` or ``tp``."""
+        """Sends what is in slots from one rank of an axis to the others. ``axis``: ``pp`` or ``tp``."""
         if axis not in self._groups.hosts:  # it has one rank
             return
         on_pp = axis == "pp"
         group = self._groups.pipeline if on_pp else self._groups.tp
         is_source = source == (self._groups.pp_rank if on_pp else self._groups.tp_rank)
-        values = [slot_value(self._model, slot) for slot in slots] if is_source else []
-        holder = [[_Facts.of(value) for value in values]]
+        values = [self._value(slot) for slot in slots] if is_source else []
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        holder: list[Any] = [pytree.tree_map_only(Tensor, lambda t: _TensorFacts(t.shape, t.dtype), values)]
         dist.broadcast_object_list(holder, group=self._groups.hosts[axis], group_src=source)
-        for i, (slot, facts) in enumerate(zip(slots, holder[0], strict=True)):
-            if facts.dtype is not None:
-                value = (
-                    values[i] if is_source else torch.empty(facts.shape, dtype=facts.dtype, device=self._groups.device)
-                )
-                dist.broadcast(as_bytes(value), group=group, group_src=source)
-                if not is_source:
-                    self._put(slot, value)
-            elif facts.is_constant and not is_source:
-                self._put(slot, facts.constant)
+        nbytes = [leaf.nbytes for leaf in pytree.tree_leaves(holder) if isinstance(leaf, _TensorFacts)]
+        elements = torch.empty(sum(nbytes), dtype=torch.uint8, device=self._groups.device)
+        if tensors:
+            torch.cat([as_bytes(t).to(elements.device) for t in tensors], out=elements)
+        if len(elements):
+            dist.broadcast(elements, group=group, group_src=source)
+        if not is_source:
+            parts = iter(elements.split(nbytes))
+            received = pytree.tree_map_only(_TensorFacts, lambda facts: facts.filled(next(parts)), holder[0])
+            for slot, value in zip(slots, received, strict=True):
+                self._put(slot, value)
+
+    def _value(self, slot: Slot) -> Any:
+        """What a slot holds: a tensor, a constant, or a container of both; else ``_Unsent``."""
+        value = slot_value(self._model, slot)
+        leaves = pytree.tree_leaves(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        can_be_sent = all(t.layout is torch.strided and not t.is_meta for t in tensors)
+        return value if can_be_sent and all(isinstance(x, Tensor) or is_constant(x) for x in leaves) else _Unsent()
 
     def _put(self, slot: Slot, value: Any) -> None:
         """Writes a value to the tensor in a slot, or puts it there."""
+        if isinstance(value, _Unsent):
+            return
         before: Any = slot_value(self._model, slot)
         if _are_alike(before, value):
             before.detach().copy_(value)
@@ -99,25 +112,24 @@ class StageBuffers:
             setattr(*owner, value)
 
 
-class _Facts(NamedTuple):
-    """What is sent of a value before its elements.
+@dataclass(frozen=True)
+class _TensorFacts:
+    """A tensor without its elements."""
 
-    Attributes:
-        shape, dtype: of a tensor.
-        is_constant, constant: whether it is a Python constant, and which.
-    """
+    shape: torch.Size
+    dtype: torch.dtype
 
-    shape: torch.Size = torch.Size()
-    dtype: torch.dtype | None = None
-    is_constant: bool = False
-    constant: Any = None
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
-    @classmethod
-    def of(cls, value: Any) -> _Facts:
-        """Those of a value. Neither a tensor nor a constant if it cannot be sent."""
-        if isinstance(value, Tensor):
-            return cls(value.shape, value.dtype) if value.layout is torch.strided and not value.is_meta else cls()
-        return cls(is_constant=True, constant=value) if is_constant(value) else cls()
+    def filled(self, elements: Tensor) -> Tensor:
+        """The tensor with these bytes. They are copied, since elements of a dtype must be aligned."""
+        return elements.clone().view(self.dtype).view(self.shape)
+
+
+class _Unsent:
+    """In the place of a value that cannot be sent."""
 
 
 def _are_alike(a: Any, b: Any) -> bool:
