@@ -103,10 +103,12 @@ def measured_skew(
     a, ranks = torch.rand(256, 256), dist.get_world_size(group)
     product = torch.tensor(timed(lambda: a @ a, 50), dtype=torch.float64)
     dist.all_reduce(product, group=group)
-    fractions, points = [1.0], []
+    fractions, points = [1.0], list[tuple[float, float]]()
     for segment in segments:
         products, meetings = max(1, round(segment * ranks / float(product))), max(8, round(budget / segment))
         wall, computed = _seconds_together(partial(_products, a, products), meetings, group)
+        if points and four_digits(wall) <= points[-1][0]:
+            continue  # other programs took the cores
         fractions.append(min(fractions[-1], max(LEAST / 10, 1 - computed / min(ranks, cores) / wall)))
         points.append((four_digits(wall), four_digits(fractions[-1])))
     return Curve(tuple(points))

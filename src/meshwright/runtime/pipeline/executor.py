@@ -93,9 +93,8 @@ class Executor:
 
     def _perform(self, step: PipelineStep) -> None:
         step.perform()
-        self._buffers.note(
-            step.programs
-        )  # of a trial too: its next forward begins with what this one left, or with other values
+        # Of a trial, too: its next forward begins with what this one left, or with other values in its place.
+        self._buffers.note(step.programs)
 
     def record(self, batch: Any) -> None:
         """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""

@@ -98,8 +98,8 @@ class StageBuffers:
         value = slot_value(self._model, slot)
         leaves = pytree.tree_leaves(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        can_be_sent = all(t.layout is torch.strided and not t.is_meta for t in tensors)
-        return value if can_be_sent and all(isinstance(x, Tensor) or is_constant(x) for x in leaves) else _Unsent()
+        plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_meta for t in tensors)
+        return value if plain and all(isinstance(x, Tensor) or is_constant(x) for x in leaves) else _Unsent()
 
     def _put(self, slot: Slot, value: Any) -> None:
         """Writes a value to the tensor in a slot, or puts it there."""
