@@ -272,10 +272,11 @@ def _changed(graph: ModelGraph, cuts: Sequence[int], recipe: Recipe) -> dict[Slo
     changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
     if not changed:
         return {}
-    places = place_events(followed, recipe.placed, recipe.places) if recipe.branches else [0] * len(followed.events)
-    return {
-        slot: Home(
-            recipe.stage_rank[bisect_right(cuts, changes[-1])], next((places[p] for p in changes if places[p]), 0)
-        )
-        for slot, changes in changed.items()
-    }
+    places = place_events(followed, recipe.placed, recipe.places) if recipe.branches else []
+
+    def home(changes: tuple[int, ...]) -> Home:
+        # A position after the last event: what Python does there belongs to the last stage, and to no branch.
+        in_branches = (places[p] for p in changes if p < len(places))
+        return Home(recipe.stage_rank[bisect_right(cuts, changes[-1])], next(filter(None, in_branches), 0))
+
+    return {slot: home(changes) for slot, changes in changed.items()}
