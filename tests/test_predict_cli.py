@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands import meshwright, write_profile
-from meshwright.hardware import calibrated_file, read_profile
+from meshwright.hardware import calibrated_file, measured_skew, read_profile
 from meshwright.workers.pool import LocalWorkers
 
 FILE = """
@@ -353,10 +353,11 @@ class Few:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def run(self, function: Any, *args: Any, ranks: int) -> list[Any]:
+    def run(self, function: Any, *args: Any, ranks: int, **more: Any) -> list[Any]:
         if isinstance(function, partial):  # of ``calibrate``
             return [function(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**20), rounds=2, budget=0.1)]
-        return self.workers.run(function, *args, ranks=min(2, ranks))
+        budget = {"budget": 0.05} if function is measured_skew else {}
+        return self.workers.run(function, *args, ranks=min(2, ranks), **more, **budget)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
         tell(f"collectives between {sharing} processes")
         link: Link = pool.run(measured_link, ranks=sharing)[0]
         tell(f"how long {sharing} processes wait for each other")
-        skew: Curve = pool.run(partial(measured_skew, cores=processes_at_once(threads)), ranks=sharing)[0]
+        skew: Curve = pool.run(measured_skew, cores=processes_at_once(threads), ranks=sharing)[0]
         tell("jobs of a small model")
         return job_costs(replace(profile, node=link, skew=skew), pool)
 
