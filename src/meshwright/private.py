@@ -125,7 +125,7 @@ def memory_facts(t: Tensor) -> tuple[Any, ...] | None:
     return t._version, t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad
 
 
-def survives_writes(t: Tensor) -> Tensor:
+def tensor_to_hook(t: Tensor) -> Tensor:
     """The tensor whose hooks run in the backward of ``t`` even if ``t`` is written in place: ``t`` itself, or its base if ``t``
     is a view to autograd and the FSDP2 unit that returns ``t`` made the base.
 

@@ -175,12 +175,12 @@ def _step(
     seconds = max(played.ends[last], _shared_cores(recipe, profile, roles, phases))
     if seconds > played.ends[last]:
         terms["shared cores"] = seconds - played.ends[last]
-    if waiting := profile.waiting(seconds, _meetings(phases[slowest[last].rank])):
+    if waiting := profile.waiting(seconds, _synchronizations(phases[slowest[last].rank])):
         terms["waiting for other ranks"] = waiting
     return played, StepSeconds(seconds + waiting, scatter, terms)
 
 
-def _meetings(phases: Iterable[Phase]) -> float:
+def _synchronizations(phases: Iterable[Phase]) -> float:
     """How often a rank meets others in a step: its collectives and receives. A send waits for nobody."""
     return sum(exchanges.calls for phase in phases for exchanges in phase.exchanges if exchanges.kind != "send")
 

@@ -47,13 +47,13 @@ class Calls:
         return sum(self.ops.values())
 
     @property
-    def meetings(self) -> float:
+    def collectives(self) -> float:
         """The number of collectives between several ranks."""
         return sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
 
     def host(self, profile: Profile, seconds: float) -> float:
         """Seconds of the host. ``seconds``: of the host for each function."""
-        return self.count * seconds + self.meetings * profile.host_collective
+        return self.count * seconds + self.collectives * profile.host_collective
 
     def work(self, rows: float) -> float:
         """Operations and weighted bytes, with the weight that planning uses to cut stages (``graph.Event.work``)."""

@@ -15,7 +15,7 @@
 | exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
-| ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._meetings` |
+| ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._synchronizations` |
 | peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `MemoryEstimator._peak` |
 | its activations | in flight · activations of its blocks · rows + other | `MemoryEstimator.peak` |
 | blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `MemoryEstimator.selected` |
@@ -115,7 +115,7 @@ class Estimator:
         terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
-        if waiting := self._profile.waiting(sum(terms.values()), self._meetings(candidate)):
+        if waiting := self._profile.waiting(sum(terms.values()), self._synchronizations(candidate)):
             terms["waiting for other ranks"] = waiting
         return CandidateEstimate(
             candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms)
@@ -181,13 +181,13 @@ class Estimator:
         ranks, cores = candidate.pp * candidate.data * candidate.tp, self._profile.cores
         return max(0.0, ranks * busy_seconds / cores - sum(terms.values())) if cores else 0.0
 
-    def _meetings(self, candidate: Candidate) -> float:
+    def _synchronizations(self, candidate: Candidate) -> float:
         """How often a rank meets others in a step, as ``predict`` counts it: collectives, receives, clipping."""
         layer_costs, microbatches = self._layer_costs[candidate.tp], candidate.microbatches
         rank = max(self._ranks.of(candidate), key=lambda rank: rank.blocks)
         units = rank.blocks + 1
         over_tp = sum(
-            rank.blocks * calls.block.meetings + sum(getattr(calls, end).meetings for end in rank.ends)
+            rank.blocks * calls.block.collectives + sum(getattr(calls, end).collectives for end in rank.ends)
             for calls in (layer_costs.forward, layer_costs.backward)
         )
         gathers = (microbatches if candidate.pp == 1 else 1) * (2 if candidate.reshard and candidate.pp == 1 else 1)

@@ -133,4 +133,5 @@ class _Unsent:
 
 
 def _are_alike(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+    """Whether both are plain tensors of one shape and dtype. (A placeholder has a shape too, and no memory to write to.)"""
+    return type(a) is Tensor and type(b) is Tensor and (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.calls.placeholder import RemoteTensor, local_rows, note_replaced, note_replaced_within
 from meshwright.calls.structure import put_tensors, tensors_of
-from meshwright.private import survives_writes, without_modes
+from meshwright.private import tensor_to_hook, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.parameters import Attributes, local_tensor
@@ -279,7 +279,7 @@ def _locally(
         plain = [local_of(local_rows(t)) for t in tensors]
         with without_modes():
             if after:
-                hooked = [survives_writes(t) for t in plain]
+                hooked = [tensor_to_hook(t) for t in plain]
                 results = hook(module, (), hooked)
                 new = [t if now is base else now for t, base, now in zip(plain, hooked, results, strict=True)]
             elif with_inputs:
