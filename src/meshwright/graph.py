@@ -241,8 +241,8 @@ class ModelGraph:
             → the position by which it is changed. Each stage changes its own copy.
         parameter_writes: parameter that the forward writes → the position of its last use.
         listening: the positions of hooks that wait for the gradient of a value (``register_hook``).
-        slot_uses: (module, name) of each tensor that modules keep and the forward changes → (the positions of its uses,
-            including changes; the positions of its changes).
+        slot_uses: (module, name) of each tensor that modules keep and the forward changes, and of whatever code within an
+            event changes → (the positions of its uses, including changes; the positions of its changes).
         followed: the same forward, recorded with the tensors that modules keep as values; None if this recording has them as
             values, or the forward changes none.
         spans: parts of the forward that may not be cut, by the rule of planning/memory.py.

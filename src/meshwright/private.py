@@ -216,13 +216,19 @@ def saved_tensors_are_hooked() -> bool:
 
 
 def storage_of(t: Tensor) -> int:
-    """A number for the memory of a tensor, equal for tensors that share it; on meta too, where there is no real memory.
+    """A number for the memory of a tensor, equal for tensors that share it; on meta too, where there is no real memory."""
+    return storage_within(t)._cdata
 
-    Within a transform of ``torch.func`` a tensor is a wrapper without memory: there is no public way to the wrapped tensor.
+
+def storage_within(t: Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor, or of the tensor that it wraps.
+
+    Within a transform of ``torch.func`` a tensor is a wrapper without memory, and what a model keeps of it stays a wrapper when
+    the transform has ended. There is no public way to the wrapped tensor.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
-    return t.untyped_storage()._cdata
+    return t.untyped_storage()
 
 
 def in_conversion() -> bool:

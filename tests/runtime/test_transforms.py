@@ -204,3 +204,93 @@ def test_a_buffer_that_a_function_takes_by_itself_is_that_of_its_last_writer(
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     report = mw.check(lambda: KeepsScale(early, late), (x,), {"mesh": "pp=2"}, loss=lambda loss: loss, workers=workers)
     assert report.passed, str(report)
+
+
+class Assigned(torch.autograd.Function):
+    """Takes a module, and assigns its buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        module.scale = module.scale * 0.5 + x.mean((0, 1)).to(module.scale)
+        return x * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 1.5, None
+
+
+def assigned(module: nn.Module, x: Tensor) -> Tensor:
+    return Assigned.apply(x, module)
+
+
+def assigned_in_grad(module: nn.Module, x: Tensor) -> Tensor:
+    def energy(t: Tensor) -> Tensor:
+        module.scale = module.scale * 0.5 + t.detach().mean((0, 1)).to(module.scale)
+        return (t * (1 + module.scale)).square().sum()
+
+    return x + func.grad(energy)(x)
+
+
+def counted_in_grad(module: nn.Module, x: Tensor) -> Tensor:
+    def energy(t: Tensor) -> Tensor:
+        module.count = getattr(module, "count", 0) + 1
+        return t.square().sum()
+
+    return x + func.grad(energy)(x)
+
+
+def times_count(module: nn.Module, x: Tensor) -> Tensor:
+    return x * getattr(module, "count", 0)
+
+
+def unchanged(module: nn.Module, x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [
+        (assigned_in_grad, unchanged),
+        (counted_in_grad, times_count),
+        pytest.param(assigned, unchanged, marks=pytest.mark.proof),
+        pytest.param(assigned_in_grad, update, marks=pytest.mark.proof),
+        pytest.param(assigned_in_grad, vmapped, marks=pytest.mark.proof),
+        pytest.param(assigned, scaled, marks=pytest.mark.proof),
+        pytest.param(update, assigned, marks=pytest.mark.proof),
+    ],
+)
+def test_what_a_function_assigns_by_itself_is_used_in_its_stage(early: Any, late: Any, workers: LocalWorkers) -> None:
+    """What is assigned within a transform is no result of it: a stage without the transform would have an old buffer."""
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    report = mw.check(
+        lambda: KeepsScale(early, late), (x,), {"mesh": "pp=2"}, loss=lambda loss: loss, steps=2, workers=workers
+    )
+    assert report.passed, str(report)
+
+
+class Branches(nn.Module):
+    """Two branches, one of which changes something by itself that the model uses after it."""
+
+    def __init__(self, early: Any, late: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.late = KeepsScale(early, unchanged), KeepsScale(unchanged, unchanged), late
+        self.a.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x) + self.late(self.a, x).square().mean()
+
+
+@pytest.mark.parametrize(("early", "late"), [(assigned_in_grad, vmapped), (counted_in_grad, times_count)])
+def test_what_a_function_assigns_in_a_branch_is_refused_if_others_use_it(early: Any, late: Any) -> None:
+    plan = {"mesh": "tp=2", "modules": {"a": {"on": "tp[0]"}, "b": {"on": "tp[1]"}}}
+    with pytest.raises(mw.PlanError, match="and that is used elsewhere too"):
+        mw.make_recipe(lambda: Branches(early, late), plan, batch=(torch.randn(4, 3, 6),))
+
+
+def test_no_cut_is_made_between_a_function_that_assigns_a_buffer_and_its_uses() -> None:
+    class First(KeepsScale):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(assigned_in_grad(self, x))
+
+    with pytest.raises(mw.PlanError, match="scale is changed within a function that is not followed"):
+        mw.make_recipe(lambda: First(unchanged, update), {"mesh": "pp=2"}, batch=(torch.randn(4, 3, 6),))

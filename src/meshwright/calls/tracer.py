@@ -30,7 +30,7 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import attributes_in, owner_of, tensors_of
 from meshwright.described import tensors_within
 from meshwright.graph import Path, Segment
-from meshwright.private import storage_of
+from meshwright.private import storage_of, storage_within
 from meshwright.spmd.autograd_functions import (
     FunctionMode,
     custom_functions,
@@ -295,7 +295,7 @@ class Tracer(FunctionMode):
     def share_memory(self, t: Tensor) -> None:
         """From now on every tensor in the memory of ``t`` is a value."""
         if memory := memory_of(t):
-            self.shared[memory] = t.untyped_storage()
+            self.shared[memory] = storage_within(t)
 
     def is_marked(self, t: Tensor) -> bool:
         """Whether a tensor has been marked as a value."""

@@ -19,14 +19,17 @@ class Use(NamedTuple):
     """One use of an attribute.
 
     Attributes:
-        events: how many events the forward had had before it.
+        events: how many events the forward had had before it, with the event within which it was set.
         is_set: whether the attribute was set; else it was read.
         path: the call whose forward used it.
+        within_event: whether it was within an event, as a call of a function that ``torch.func`` transformed is. Only the
+            stage of the event runs what is within.
     """
 
     events: int
     is_set: bool
     path: Path
+    within_event: bool = False
 
 
 class AttributeUses:
@@ -40,6 +43,7 @@ class AttributeUses:
         slots: the attributes.
         now: returns how many events the forward has had.
         where: returns the call whose forward runs.
+        within_event: returns whether an event runs.
 
     Attributes:
         by_slot: attribute → its uses, in order.
@@ -48,9 +52,14 @@ class AttributeUses:
     """
 
     def __init__(
-        self, model: nn.Module, slots: Iterable[Slot], now: Callable[[], int], where: Callable[[], Path]
+        self,
+        model: nn.Module,
+        slots: Iterable[Slot],
+        now: Callable[[], int],
+        where: Callable[[], Path],
+        within_event: Callable[[], bool],
     ) -> None:
-        self._model, self._now, self._where = model, now, where
+        self._model, self._now, self._where, self._within_event = model, now, where, within_event
         self.by_slot: dict[Slot, list[Use]] = {slot: [] for slot in slots}
         self.unobserved: set[Slot] = set()
 
@@ -91,8 +100,10 @@ class AttributeUses:
         """A subclass of ``cls`` that records each read and write of the attributes in ``slots``."""
 
         def note(name: str, is_set: bool) -> None:
+            within_event = self._within_event()
             for slot in slots.get(name, ()):
-                self.by_slot[slot].append(Use(self._now(), is_set, self._where()))
+                events = self._now() + (is_set and within_event)
+                self.by_slot[slot].append(Use(events, is_set, self._where(), within_event))
 
         def get(owner: Any, name: str) -> Any:
             if name == "__dict__" and called_by_model():  # what the model does with the dict is not recorded

@@ -24,7 +24,7 @@ from meshwright.planning.cost import Cost, OpCounts
 from meshwright.planning.memory import Memory, Touches, keep_together, told_in_backward
 from meshwright.planning.module_state import own_attributes
 from meshwright.planning.slot_uses import SlotUses
-from meshwright.private import storage_of, without_modes
+from meshwright.private import storage_of, storage_within, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
@@ -63,7 +63,9 @@ class ForwardRecorder(Tracer):
     ) -> None:
         super().__init__(slot_tensors(model, changed))
         self.graph, self.cost, self.memory = ModelGraph(draws=draws), Cost(), Memory()
-        self.uses = AttributeUses(model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path)
+        self.uses = AttributeUses(
+            model, changed, lambda: len(self.graph.events), lambda: self.frames[-1].path, lambda: self.closed > 0
+        )
         self._model, self._sizes_read, self._generators_of_host = model, sizes_read, host_generators(model)
         self._numbers = drawn_from(self._generators_of_host)
         self.slot_uses = SlotUses(model, changed, self.graph, self.uses)
@@ -406,7 +408,7 @@ class ForwardRecorder(Tracer):
         storage, before, strided = 0, self.number(t), t.layout is torch.strided
         if strided:
             storage = storage_of(t)
-            self._alive.append(t.untyped_storage())
+            self._alive.append(storage_within(t))
         self._count += before is None
         known = None if before is None else self.graph.values[before]
         name = self._count if known is None else known.name

@@ -65,18 +65,20 @@ class SlotUses:
         """
         graph, slots = self._graph, dict[Slot, Touches]()
         for slot, uses in self._uses.by_slot.items():
-            if self._is_repeated(slot):
+            in_events = self._changes_in_events(slot)
+            if self._is_repeated(slot) and not in_events:
                 graph.repeated[slot] = self._last_changed(slot, uses)
                 continue
             graph.spans += self._of_one_stage(slot, uses)
+            graph.spans += self._of_event_and_uses(slot, uses) if in_events else []
             touched = self._touches_of(slot, uses)
             if touched.changed:
                 graph.changes[slot] = min(max(touched.changed), len(graph.events) - 1)
             if touched.used and self._uses.carries(slot):
                 slots[slot] = touched
             lasts = self._is_watched_tensor(slot) or self._uses.carries(slot)
-            if touched.changed and lasts and isinstance(slot_value(self._model, slot), Tensor):
-                graph.slot_uses[slot] = self._uses_of_tensor(slot, uses, touched)
+            if touched.changed and (in_events or (lasts and self._holds_tensor(slot))):
+                graph.slot_uses[slot] = self._used_and_changed(slot, uses, touched)
         # A tensor that is computed from the batch alone (a cache that was empty) is no value: each stage has its own.
         graph.carried = tuple(
             slot for slot in slots if self._carried[slot] or any(map(known, slot_tensors(self._model, [slot])))
@@ -115,6 +117,27 @@ class SlotUses:
         first, last = max(0, uses[0].events - 1), len(self._graph.events) - 1
         return [Span(first, last, f"a value decides how {'.'.join(filter(None, slot))} is changed")]
 
+    def _changes_in_events(self, slot: Slot) -> bool:
+        """Whether a slot is changed by code that runs within an event. A read of an object that is no tensor may change it."""
+        return any(use.within_event and self._changes(slot, use) for use in self._uses.by_slot[slot])
+
+    def _changes(self, slot: Slot, use: Use) -> bool:
+        """Whether a use may have changed a slot. What Python does with an object that is no tensor is not recorded."""
+        return use.is_set or not self._holds_tensor(slot)
+
+    def _holds_tensor(self, slot: Slot) -> bool:
+        return isinstance(slot_value(self._model, slot), Tensor)
+
+    def _of_event_and_uses(self, slot: Slot, uses: list[Use]) -> list[Span]:
+        """The span for a slot that code within an event changes: that code runs on the event's stage alone, and what it leaves
+        in the slot is no result of the event. What is read outside of events may be used up to the end."""
+        last = len(self._graph.events) - 1
+        positions = [min(last, use.events - (use.within_event and use.is_set)) for use in uses]
+        if not all(use.within_event for use in uses):
+            positions += [max(0, positions[0] - 1), last]
+        name = ".".join(filter(None, slot))
+        return [Span(min(positions), max(positions), f"{name} is changed within a function that is not followed")]
+
     def _last_changed(self, slot: Slot, uses: list[Use]) -> int:
         """The position of the event before which a constant has its last change; the forward's end if uses may be missing."""
         if not uses or slot in self._uses.unobserved:
@@ -141,16 +164,18 @@ class SlotUses:
         """Whether a slot held a tensor and all of its uses were recorded. (Python may use other objects without a record.)"""
         return isinstance(self._before[slot], Tensor) and slot not in self._uses.unobserved
 
-    def _uses_of_tensor(self, slot: Slot, uses: list[Use], touched: Touches) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(events that use the slot, events that change it), for a slot that holds a tensor after the forward."""
+    def _used_and_changed(
+        self, slot: Slot, uses: list[Use], touched: Touches
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(events that use the slot, events that change it)."""
         events = self._graph.events
         if slot in self._uses.unobserved:
             return tuple(p for p in touched.used if p < len(events)), tuple(touched.changed)
         of_memory = touched if self._is_watched_tensor(slot) else Touches()
-        is_set = [self._event_beside(use) for use in uses if use.is_set]
+        changing = [self._event_beside(use) for use in uses if self._changes(slot, use)]
         # If another tensor was assigned to the attribute, each read of the attribute may use that tensor.
-        reads = [self._event_beside(use) for use in uses if not use.is_set] if is_set else []
-        changed = {*of_memory.changed, *is_set}
+        reads = [self._event_beside(use) for use in uses if not self._changes(slot, use)] if changing else []
+        changed = {*of_memory.changed, *changing}
         return tuple(sorted({*of_memory.used, *changed, *reads})), tuple(sorted(changed))
 
     def _event_beside(self, use: Use) -> int:
