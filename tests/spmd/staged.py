@@ -8,9 +8,11 @@ the action waits for has been sent. So thousands of programs can be tried withou
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +27,9 @@ from meshwright.plan import Plan
 from meshwright.planned import Planned
 from meshwright.planning.passes import stages as planned
 from meshwright.private import pytree
-from meshwright.runtime.pipeline import step, transfers
+from meshwright.runtime.pipeline import transfers
 from meshwright.runtime.pipeline.executor import Executor
+from meshwright.runtime.pipeline.homes import Home
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.step import PipelineStep
@@ -67,14 +70,6 @@ class Line:
         mail.begun += 1
         return Arriving(buffer, mail, mail.begun - 1)
 
-    def broadcast(self, t: Tensor, source: int, ranks: int) -> None:
-        """The source's comes first; see ``Staged.step``."""
-        if self.rank == source:
-            for other in set(range(ranks)) - {source}:
-                self.mail[source, other].sent.append(t.clone())
-        else:
-            self.irecv(t, source).wait()
-
 
 @dataclass
 class Arriving:
@@ -92,19 +87,42 @@ class Arriving:
         self.buffer.copy_(sent)
 
 
+@dataclass
+class Sharing:
+    """Stands for ``Homes``: each rank is a thread, and takes the values of the others from them.
+
+    Attributes:
+        values: rank → a key → the rank's value, of the ranks that share now.
+    """
+
+    rank: int
+    stage_rank: Sequence[int]
+    values: dict[int, Callable[[Any], Any]]
+    together: Barrier
+
+    def share(self, homes: Mapping[Any, Home], value: Callable[[Any], Any]) -> dict[Any, Any]:
+        if not homes:
+            return {}
+        self.values[self.rank] = value
+        self.together.wait()
+        sources = {key: self.stage_rank[home.stage] for key, home in homes.items()}
+        received = {key: self.values[r](key).clone() for key, r in sources.items() if r != self.rank}
+        self.together.wait()
+        return received
+
+
 @contextmanager
-def in_one_process(ranks: int) -> Iterator[None]:
+def in_one_process() -> Iterator[None]:
     """For the time of a ``with``, a pipeline's sends and receives go through ``Line``."""
     before = dist
-    step.dist = transfers.dist = SimpleNamespace(  # type: ignore[assignment]
+    transfers.dist = SimpleNamespace(  # type: ignore[assignment]
         isend=lambda t, group, group_dst: group.isend(t, group_dst),
         irecv=lambda t, group, group_src: group.irecv(t, group_src),
-        broadcast=lambda t, group, group_src: group.broadcast(t, group_src, ranks),
     )
     try:
         yield
     finally:
-        step.dist = transfers.dist = before
+        transfers.dist = before
 
 
 @contextmanager
@@ -143,6 +161,8 @@ class Staged:
         self.planned = Planned(build, plan, batch, output_loss)
         self.recipe, self.microbatches = self.planned.recipe, self.planned.recipe.microbatches
         mail: dict[tuple[int, int], Mail] = defaultdict(Mail)
+        values: dict[int, Callable[[Any], Any]] = {}
+        together = Barrier(self.recipe.mesh.size, timeout=60)
         self.models, self.ranks = [], []
         for rank in range(self.recipe.mesh.size):
             torch.manual_seed(plan.seed)
@@ -163,6 +183,7 @@ class Staged:
             stages = Stages(self.models[-1], self.recipe, groups, spmd=None, calls=calls)  # type: ignore[arg-type]
             programs = Programs(self.recipe, self.planned, stages.numbers, [], stages.modes, stages.switches)
             self.ranks.append(Executor(stages, programs, output_loss))
+            self.ranks[-1]._sharing = Sharing(rank, self.recipe.stage_rank, values, together)  # type: ignore[assignment]
         self.counter = (
             LabelCounter(self.planned.record, self.models[0], Modes(self.models[0]), Switches(self.models[0]))
             if self.microbatches > 1
@@ -173,7 +194,7 @@ class Staged:
         """Forward and backward of all microbatches on all ranks; the mean loss."""
         pieces = list(split_batch(batch, self.microbatches))
         weights, factors = weigh_microbatches(pieces, self.counter, 1, groups=None)
-        with in_one_process(len(self.ranks)):
+        with in_one_process():
             # Copies, since models write to their inputs.
             own = [pytree.tree_map_only(Tensor, torch.clone, pieces) for _ in self.ranks]
             steps = [
@@ -188,8 +209,8 @@ class Staged:
                 assert ready, f"every rank waits: {[str(a[0]) for a in waiting if a]}"
                 for r in ready:
                     steps[r].act(waiting[r].popleft())
-            for s in reversed(steps):  # the last stage's has what the forward wrote to the batch
-                s.end()
+            with ThreadPoolExecutor(len(steps)) as threads:  # they give each other what the forward wrote to the batch
+                list(threads.map(PipelineStep.end, steps))
         return sum(float(loss) for s in steps for loss in s.losses)
 
     def gradients(self) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.runtime.batch_caches import LruCache
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
+from meshwright.runtime.pipeline.homes import Homes
 from meshwright.runtime.pipeline.program import Call, Program, Programs
 from meshwright.runtime.pipeline.stage_buffers import StageBuffers
 from meshwright.runtime.pipeline.stages import Stages
@@ -36,7 +37,8 @@ class Executor:
     def __init__(self, stages: Stages, programs: Programs | None, loss: Loss) -> None:
         self._stages, self.programs, self._loss = stages, programs, loss
         self._schedules = LruCache[Schedule]()
-        self._buffers = StageBuffers(stages.model, stages.recipe, stages.groups)
+        self._sharing = Homes(stages.recipe, stages.groups)
+        self._buffers = StageBuffers(stages.model, self._sharing)
         self._trying = self._wide = False
 
     @property
@@ -135,6 +137,7 @@ class Executor:
         self._buffers.bring(programs, lasting=not self._trying)
         return PipelineStep(
             self._stages,
+            self._sharing,
             programs,
             schedule,
             microbatches,

@@ -14,11 +14,11 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
 from meshwright.calls.stub import without_values
@@ -31,11 +31,13 @@ from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.regions import place_events
 from meshwright.runtime.batch_caches import LengthCache, LruCache, Points, ValueCache, sizes_of
+from meshwright.runtime.pipeline.homes import Home
 from meshwright.runtime.pipeline.resized import graphs_between
 from meshwright.runtime.rows.batch import changed_tensors, copied, tensors_in, versions
 from meshwright.runtime.rows.loss import Loss
 from meshwright.switches import NO_SWITCHES, Switch, Switches
 
+_Key = TypeVar("_Key")
 Edge = tuple[int, int]
 """(stage, later stage)"""
 Call = Callable[[nn.Module, Any], Any]
@@ -75,13 +77,6 @@ class Replanner(Protocol):
         """Runs the forward for the shapes of a batch under a recorder (``CountRecorder`` in runtime/rows/label_program.py)."""
 
 
-class Home(NamedTuple):
-    """The ranks that change a slot: those of a rank of the pipeline axis, in a place."""
-
-    pp_rank: int
-    place: int
-
-
 @dataclass(frozen=True)
 class Program:
     """A forward that was recorded for one set of shapes, divided into stages.
@@ -90,14 +85,14 @@ class Program:
         graph: the recorded forward.
         crossing: the values that cross between stages.
         stages: number → program, of this rank's stages.
-        writes: the tensors of the batch that the forward writes to, by their index among its tensors.
+        writes: index of each tensor of the batch that the forward writes to → the ranks that write to it.
         changed: (module, name) of each buffer or attribute that one stage or branch changes → the ranks that change it.
     """
 
     graph: ModelGraph
     crossing: Crossing
     stages: dict[int, StageProgram]
-    writes: frozenset[int]
+    writes: Mapping[int, Home]
     changed: Mapping[Slot, Home]
 
     def differentiable(self, edge: Edge) -> tuple[int, ...]:
@@ -112,7 +107,7 @@ class Program:
         events = [(e.path, e.index, e.function, e.inputs, e.outputs) for e in graph.events]
         crossed = {n for _, numbers in crossing for n in numbers}
         values = [(n, graph.values[n].shape, graph.values[n].dtype, n in graph.live) for n in sorted(crossed)]
-        facts = self.crossing.cuts, crossing, values, sorted(self.writes), sorted(graph.ways), events
+        facts = self.crossing.cuts, crossing, values, sorted(self.writes.items()), sorted(graph.ways), events
         return zlib.crc32(repr(facts).encode())
 
 
@@ -184,20 +179,27 @@ class Programs:
 
     def _recorded(
         self, batch: Any, call: Call, loss: Loss | None, evaluating: Evaluating, *, grad: bool
-    ) -> tuple[ModelGraph, frozenset[int]]:
-        """The graph of a forward, and the tensors of the batch that it writes to."""
-        runs: list[tuple[Any, list[int | None]]] = []
+    ) -> tuple[ModelGraph, dict[int, int]]:
+        """The graph of a forward, and the tensors of the batch that it writes to: index → position of the first write that is
+        an event; the end if none is, as writes that follow from the batch alone are every stage's."""
+        runs: list[tuple[list[Tensor], list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
             clone = copied(batch)
-            runs.append((clone, versions(clone)))
+            runs.append((tensors_in(clone), versions(clone)))  # before the forward, which may add others to a container
             output = call(model, clone)
             return loss(output) if loss else output
 
         with random_numbers_kept():
             graph = self.replanner.graph(run, grad=grad, evaluating=evaluating, switches=self._switches.common[1])
         # After the recording: within it, reading values would count as a read of the forward.
-        return graph, frozenset(i for clone, before in runs for i in changed_tensors(clone, batch, before))
+        writes: dict[int, int] = {}
+        for clone, before in runs:
+            for i in changed_tensors(clone, batch, before):
+                memory = storage_of(clone[i])
+                values = (value.position for value in graph.values if value.storage == memory)
+                writes[i] = min(values, default=writes.get(i, len(graph.events)))
+        return graph, dict(sorted(writes.items()))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
         """The indices of the tensors of a batch whose values decided the path of the forward. None if other values decided,
@@ -227,7 +229,7 @@ class Programs:
 
         return between
 
-    def _program(self, graph: ModelGraph, writes: frozenset[int], whole_output: bool) -> Program:
+    def _program(self, graph: ModelGraph, writes: Mapping[int, int], whole_output: bool) -> Program:
         """Divides a recorded forward into stages, and compares the result with other ranks. Collective."""
         recipe, cuts = self._recipe, graph.cuts
         if cuts is None:
@@ -243,7 +245,11 @@ class Programs:
             s: StageProgram(graph, crossing, s, *branch_facts, streams=streams, whole_output=whole_output)
             for s in self._stages
         }
-        program = Program(graph, crossing, stages, writes, _changed(graph, cuts, recipe))
+        followed = graph.followed or graph
+        changed: dict[Slot, tuple[int, ...]] = {slot: (position,) for slot, position in followed.changes.items()}
+        changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
+        homes = _homes(graph, cuts, recipe, {i: (position,) for i, position in writes.items()})
+        program = Program(graph, crossing, stages, homes, _homes(followed, cuts, recipe, changed))
         self._agree(program.digest)
         return program
 
@@ -265,18 +271,17 @@ class Programs:
                 )
 
 
-def _changed(graph: ModelGraph, cuts: Sequence[int], recipe: Recipe) -> dict[Slot, Home]:
-    """The buffers and attributes that one stage or branch changes, with the ranks that change them."""
-    followed = graph.followed or graph
-    changed: dict[Slot, tuple[int, ...]] = {slot: (position,) for slot, position in followed.changes.items()}
-    changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
-    if not changed:
+def _homes(
+    graph: ModelGraph, cuts: Sequence[int], recipe: Recipe, changes: Mapping[_Key, tuple[int, ...]]
+) -> dict[_Key, Home]:
+    """The ranks that make changes. ``changes``: a key for each thing that changes → the positions of its changes."""
+    if not changes:
         return {}
-    places = place_events(followed, recipe.placed, recipe.places) if recipe.branches else []
+    places = place_events(graph, recipe.placed, recipe.places) if recipe.branches else []
 
-    def home(changes: tuple[int, ...]) -> Home:
+    def home(positions: tuple[int, ...]) -> Home:
         # A position after the last event: what Python does there belongs to the last stage, and to no branch.
-        in_branches = (places[p] for p in changes if p < len(places))
-        return Home(recipe.stage_rank[bisect_right(cuts, changes[-1])], next(filter(None, in_branches), 0))
+        in_branches = (places[p] for p in positions if p < len(places))
+        return Home(bisect_right(cuts, positions[-1]), next(filter(None, in_branches), 0))
 
-    return {slot: home(changes) for slot, changes in changed.items()}
+    return {key: home(positions) for key, positions in changes.items()}

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.calls.interpreter import StageInterpreter
@@ -27,10 +26,10 @@ from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
-from meshwright.runtime.groups import as_bytes
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
+from meshwright.runtime.pipeline.homes import Homes
 from meshwright.runtime.pipeline.program import Call, Program
 from meshwright.runtime.pipeline.stage_constants import StageConstants, other_stages_state_kept
 from meshwright.runtime.pipeline.stage_generators import StageGenerators
@@ -53,6 +52,7 @@ class PipelineStep:
 
     Args:
         stages: of this rank.
+        sharing: sends writes to the batch from the ranks that made them.
         programs: of the microbatches; empty if the model runs as one part.
         schedule: actions of each rank of the pipeline axis.
         microbatches: the microbatches, with their weights.
@@ -76,6 +76,7 @@ class PipelineStep:
     def __init__(
         self,
         stages: Stages,
+        sharing: Homes,
         programs: Sequence[Program],
         schedule: Schedule,
         microbatches: Microbatches,
@@ -88,7 +89,7 @@ class PipelineStep:
         trying: bool = False,
         wide: bool = False,
     ) -> None:
-        self._stages, self.programs, self.schedule = stages, programs, schedule
+        self._stages, self._sharing, self.programs, self.schedule = stages, sharing, programs, schedule
         self._microbatches, self._call, self._loss = microbatches, call, loss
         self._backward_too, self._state, self._forward_context = backward, begin, forward_context
         self._grad = backward or trying  # a trial runs the forward as a step does
@@ -110,7 +111,8 @@ class PipelineStep:
             casts=trying,
             wide=wide,
         )
-        self._written: dict[int, Any] = {}  # microbatch → its copy to which the last stage has applied all writes
+        # (stage, microbatch) → the tensors of its copy, to which the stage has written.
+        self._written: dict[tuple[int, int], list[Tensor]] = {}
         self._state_after_first: dict[int, ModuleState] = {}  # stage → state after its first forward, for recompute
         self.losses: list[Tensor] = []
         self.failures: list[Exception] = []
@@ -160,25 +162,28 @@ class PipelineStep:
         """Call after the last action: waits for all sends, and shares writes to the batch."""
         self._transfers.end()
         self._generators.end()
-        self._share_writes()
+        for m, program in enumerate(self.programs):
+            if program.writes:
+                self._share_writes(program, m)
+        self._written.clear()
         if self._stages.branching is not None:
             self._stages.branching.finish()
         self._stages.action = None
 
-    def _share_writes(self) -> None:
-        """Copies the values that the forward wrote to the batch from the last stage, which runs to the end, to all ranks."""
-        last, group = self._stages.recipe.stage_rank[-1], self._stages.groups.pipeline
-        for m, program in enumerate(self.programs):
-            tensors = tensors_in(self._microbatches.batches[m])
-            values = tensors_in(self._written.pop(m)) if m in self._written else tensors
-            for i in sorted(program.writes):
-                value = values[i].detach()
-                if value.shape != tensors[i].shape:  # reshaped in place, by unsqueeze_ for example: take its memory
-                    value = value.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
-                value = value.resolve_conj().resolve_neg().contiguous()
-                dist.broadcast(as_bytes(value), group=group, group_src=last)
-                with torch.no_grad():
-                    tensors[i].copy_(value)
+    def _share_writes(self, program: Program, m: int) -> None:
+        """Writes to a microbatch what the forward wrote to copies of it, on all ranks."""
+        tensors = tensors_in(self._microbatches.batches[m])
+
+        def written(i: int) -> Tensor:
+            t = self._written.get((program.writes[i].stage, m), tensors)[i].detach()
+            if t.shape != tensors[i].shape:  # reshaped in place, by unsqueeze_ for example: take its memory
+                t = t.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
+            return t
+
+        received = self._sharing.share(program.writes, written)
+        with torch.no_grad():
+            for i in program.writes:
+                tensors[i].copy_(received[i] if i in received else written(i))
 
     def _try(self, action: Action) -> None:
         """Runs one action of a trial, until a stage of this rank fails; from then on sends ones."""
@@ -289,8 +294,7 @@ class PipelineStep:
         if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = copied(piece)
-            if part.program.last:
-                self._written[m] = piece
+            self._written[part.program.stage, m] = tensors_in(piece)
         with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
             return self._call(model, piece)
 
