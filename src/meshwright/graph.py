@@ -144,10 +144,11 @@ class Change:
 
     Attributes:
         where: the path to it from (args, kwargs).
-        items: key or name → the new item. Of a list, the items that were appended.
+        items: key, name or index → the new item.
         removed: the keys and names that are gone.
-        before: of items in a dict or object: key or name → the constant before the call, see ``calls.changes``.
+        before: of items that were there before: key, name or index → the constant before the call, see ``calls.changes``.
         values: the number of the value of each tensor in ``items``; None for one that follows from the batch alone.
+        length: of a list, before the call. Items from there on were appended.
     """
 
     where: tuple[Step, ...]
@@ -155,6 +156,7 @@ class Change:
     removed: tuple[Any, ...] = ()
     before: Mapping[Any, Any] = field(default_factory=dict)
     values: tuple[int | None, ...] = ()
+    length: int = 0
 
     def with_items(self, items: dict[Any, Any], values: tuple[int | None, ...]) -> Change:
         """The change with other items, and the numbers of the values in them."""
@@ -180,6 +182,7 @@ class Call:
             memory that follows from the batch, an attribute; Python's or NumPy's random numbers. So it is open on every stage.
         counts: whether it is visible only for Python numbers that nothing else uses: a counter, say.
         changes: what it changed in containers and plain objects among its arguments.
+        repeatable: whether these are all such changes, and can be made where the call does not run.
         acts: whether Python reads a value in it, on which its path may depend.
         leaf: whether the module has no submodules.
         draws_host: whether it drew random numbers of Python or NumPy, or may do so on another path.
@@ -198,6 +201,7 @@ class Call:
     visible: bool = False
     counts: bool = False
     changes: tuple[Change, ...] = ()
+    repeatable: bool = True
     acts: bool = False
     leaf: bool = False
     draws_host: bool = False
@@ -393,6 +397,11 @@ class ModelGraph:
         """(position, memory) of each tensor that is first used as a value because an earlier event wrote to its memory, or a
         module keeps it."""
         return [(p, self.values[n].storage) for p, event in enumerate(self.events) for _, n in event.named]
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The values that the model returns, or leaves in containers and objects among its arguments."""
+        return self.calls[ROOT].results
 
     def writes(self, position: int) -> list[int]:
         """The values that an event writes: the new numbers of its target and of other values in that memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,131 @@ def assert_as_on_one_device(plan: dict[str, Any], store: Any, make: Any, workers
 )
 def test_memory_that_each_stage_or_branch_writes_is_written_on_all_ranks(plan: str, workers: LocalWorkers) -> None:
     assert_as_on_one_device(PLANS[plan], written, memory, workers)
+
+
+class Cache:
+    """An object of the caller's own."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.seen = 0
+
+
+def replaced(cache: list[Tensor], position: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if cache:
+        k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+    cache[:] = [k, v]
+    return k, v
+
+
+def appended(cache: list[Tensor], position: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    cache += [k, v]
+    return torch.cat(cache[::2], 2), torch.cat(cache[1::2], 2)
+
+
+def in_an_object(cache: Any, position: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if isinstance(cache, list):  # a forward without caches
+        return k, v
+    if cache.keys is not None:
+        k, v = torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2)
+    cache.keys, cache.values, cache.seen = k, v, cache.seen + k.shape[2]
+    return k, v
+
+
+def lists(rows: int) -> list[list[Tensor]]:
+    return [[] for _ in range(4)]
+
+
+def objects(rows: int) -> list[Cache]:
+    return [Cache() for _ in range(4)]
+
+
+OFTEN = {("pp=2", "replaced"), ("branches", "in an object"), ("pp=2,tp=2", "in an object")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [
+        pytest.param(plan, way, marks=[] if (plan, way) in OFTEN else [pytest.mark.proof], id=f"{plan}-{way}")
+        for plan in PLANS
+        for way in ("replaced", "appended", "in an object")
+    ],
+)
+def test_caches_that_grow_hold_the_same_on_all_ranks(plan: str, way: str, workers: LocalWorkers) -> None:
+    store, make = {
+        "replaced": (replaced, lists),
+        "appended": (appended, lists),
+        "in an object": (in_an_object, objects),
+    }[way]
+    assert_as_on_one_device(PLANS[plan], store, make, workers)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def continued(run: Callable[..., Any], config: Any, kind: str) -> tuple[list[Any], list[Tensor], int]:
+    """Feeds three tokens, then one at a time. Returns the logits, and what transformers' own cache then holds."""
+    from transformers import DynamicCache, StaticCache
+
+    cache = DynamicCache() if kind == "dynamic" else StaticCache(config=config, max_cache_len=8)
+    ids, position, seen = torch.arange(16).view(2, 8), 0, []
+    for count in (3, 1, 1):
+        with torch.no_grad():
+            output = run(input_ids=ids[:, position : position + count], past_key_values=cache, use_cache=True)
+        position += count
+        seen.append(None if output is None else output.logits)
+    return seen, [t.clone() for layer in cache.layers for t in (layer.keys, layer.values)], int(cache.get_seq_length())
+
+
+def llama_on_stages(kind: str) -> Any:
+    ids = torch.arange(16).view(2, 8)
+    job = mw.parallelize(llama, {"mesh": "pp=2"}, batch={"input_ids": ids, "labels": ids}, dtype=torch.float64)
+    job.module.eval()
+    return continued(job, job.module.config, kind)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_caches_of_transformers_over_stages(kind: str, workers: LocalWorkers) -> None:
+    torch.manual_seed(0)
+    model = llama().double().eval()
+    wanted, wanted_cache, length = continued(model, model.config, kind)
+    for seen, cache, count in workers.run(llama_on_stages, kind, ranks=2, timeout=200):
+        assert count == length == 5
+        torch.testing.assert_close(cache, wanted_cache)
+        for logits, expected in zip(seen, wanted, strict=True):
+            assert logits is None or torch.equal(logits, expected)
+
+
+class Remembers(Decoder):
+    """Changes something of the caller's that other stages cannot change alike."""
+
+    def forward(self, ids: Tensor, recent: Any = None) -> Tensor:  # type: ignore[override]
+        logits = super().forward(ids)
+        if recent is not None:
+            recent.popleft()
+            recent.append(logits)
+        return logits
+
+
+def remembering() -> str:
+    sample = torch.zeros((4, LENGTH), dtype=torch.long)
+    job = mw.parallelize(lambda: Remembers(written), {"mesh": "pp=2"}, batch=(sample,), loss=Tensor.mean)
+    try:
+        job(sample, recent=deque([torch.zeros(4)]))
+    except mw.PlanError as error:
+        job.step((sample,))  # nothing is lost
+        return str(error)
+    return "no error"
+
+
+def test_what_other_ranks_cannot_change_alike_is_refused(workers: LocalWorkers) -> None:
+    for error in workers.run(remembering, ranks=2, timeout=120):
+        assert "in a way that cannot be repeated on other ranks" in error

@@ -39,7 +39,7 @@ class Holders:
 
     def changes(
         self, number: Callable[[Tensor], int | None], lasting: Container[int]
-    ) -> tuple[tuple[Change, ...], bool]:
+    ) -> tuple[tuple[Change, ...], bool, bool]:
         """What has changed since.
 
         Args:
@@ -47,22 +47,25 @@ class Holders:
             lasting: ids of containers and objects that are older than the forward. Their changes count in the next forward too.
 
         Returns:
-            (the changes that ``make_changes`` can make; whether these are all changes).
+            (the changes that ``make_changes`` can make; whether these are all changes; whether they would be if none counted in
+            the next forward, and each tensor in them were a value).
         """
         changed = [
             (where, holder, before) for where, holder, before in self._before if not _same_items(before, _items(holder))
         ]
         possible = [_change(where, holder, before) for where, holder, before in changed]
         changes = [change for change in possible if change is not None]
-        complete = None not in possible and not any(id(holder) in lasting for _, holder, _ in changed)
+        repeatable = None not in possible
         # A copy of a container or object that is older than the call would be another one.
         new_holders = (holder for change in changes for _, holder in _holders(change.items))
-        complete = complete and not any(id(holder) in self._ids for holder in new_holders)
+        repeatable = repeatable and not any(id(holder) in self._ids for holder in new_holders)
         # One snapshot of all items, as an object may be an item of several containers.
         items = snapshot([change.items for change in changes], _unchanged)
         numbers = [tuple(map(number, tensors_of(one))) for one in items]
-        complete = complete and not any(None in one for one in numbers) and not holds_code(items)
-        return tuple(map(Change.with_items, changes, items, numbers)), complete
+        repeatable = repeatable and not holds_code(items)
+        lasts = any(id(holder) in lasting for _, holder, _ in changed)
+        complete = repeatable and not lasts and not any(None in one for one in numbers)
+        return tuple(map(Change.with_items, changes, items, numbers)), complete, repeatable
 
 
 def holders_in(value: Any) -> dict[int, Any]:
@@ -80,9 +83,9 @@ def map_changed(fn: Callable[[Tensor], Any], change: Change, arguments: Any) -> 
         LookupError: there is no such item.
     """
     holder = _at(change.where, arguments)
-    count, is_list = len(change.items), isinstance(holder, list)
+    is_list = isinstance(holder, list)
     table = holder if is_list else _table(holder)
-    keys = range(len(holder) - count, len(holder)) if is_list else [*change.items]
+    keys = _indices(holder, change) if is_list else [*change.items]
     for key in keys:
         item = put_tensors(fn, table[key])
         if item is not table[key]:
@@ -102,16 +105,19 @@ def make_changes(changes: Sequence[Change], arguments: Any, memo: dict[int, Any]
     """
     for change in changes:
         holder, items = _at(change.where, arguments), copy.deepcopy(change.items, memo)
-        if isinstance(holder, list):
-            holder.extend(items.values())
-            continue
-        table = _table(holder)
+        is_list = isinstance(holder, list)
+        table = dict(enumerate(holder)) if is_list else _table(holder)
         for key, before in change.before.items():
             if _constant(table, key) != before:
                 raise LookupError(key)
+        if is_list:
+            holder.extend(item for key, item in items.items() if key >= change.length)
+            table = holder
+            items = {key: item for key, item in items.items() if key < change.length}
         for key in change.removed:
             del table[key]
-        table.update(items)
+        for key, item in items.items():
+            table[key] = item
 
 
 # --- containers and objects -------------------------------------------------------------------------------------------
@@ -174,14 +180,27 @@ def _at(where: Sequence[Step], arguments: Any) -> Any:
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
+def _indices(holder: list[Any], change: Change) -> list[int]:
+    """The indices of a changed list's new items, of which the appended ones are the last.
+
+    Raises:
+        LookupError: an item that was replaced is not where it was in the recorded call.
+    """
+    appended = sum(key >= change.length for key in change.items)
+    offset = len(holder) - change.length - appended
+    if offset and appended < len(change.items):
+        raise LookupError(offset)
+    return [key + offset for key in change.items]
+
+
 def _change(where: tuple[Step, ...], holder: Any, before: dict[Any, Any]) -> Change | None:
     """The change of a container or object; None if ``make_changes`` cannot make it."""
     now = _items(holder)
     items = {key: item for key, item in now.items() if key not in before or not _same(before[key], item)}
     removed = tuple(key for key in before if key not in now)
     if type(holder) is list:
-        appended = not removed and min(items) >= len(before)
-        return Change(where, items) if appended else None
+        replaced = {key: _constant(before, key) for key in items if key < len(before)}
+        return None if removed else Change(where, items, before=replaced, length=len(before))
     if type(holder) is dict or is_plain_object(holder):
         return Change(where, items, removed, {key: _constant(before, key) for key in (*items, *removed)})
     return None

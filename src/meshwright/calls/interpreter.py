@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
+from meshwright.calls.changes import map_changed
 from meshwright.calls.crossings import Crossings
 from meshwright.calls.exchange import Exchange, RunningBlock, Streams
 from meshwright.calls.hook import Forward
@@ -40,6 +41,10 @@ class _Done(BaseException):
 
 class StageInterpreter(Tracer):
     """One microbatch's forward through one stage.
+
+    Attributes:
+        left: if the whole output is needed, on the last stage, at the end: the tensors that the model left in containers and
+            objects among its arguments, for each change of the recorded forward.
 
     Its state besides the values (calls/values.py), with invariants:
 
@@ -90,6 +95,7 @@ class StageInterpreter(Tracer):
         self._open_units = 0
         self._replacements: dict[int, Tensor] = {}
         self._hooking = self._stale = self._unrecorded = False
+        self.left: list[list[Tensor]] = []
         for number, value in received.items():
             self.keep(value, number)
 
@@ -225,6 +231,9 @@ class StageInterpreter(Tracer):
             result = None
         self._advance_to(len(self.graph.events))
         if self.program.last:
+            if self.program.whole_output:
+                changes, arguments = self.graph.calls[ROOT].changes, (args, kwargs)
+                self.left = [tensors_of(map_changed(self._own, change, arguments)) for change in changes]
             has_placeholders = bool(self.program.forks_and_joins or self.program.streamed)
             return map_tensors(self._tensor_of, result) if has_placeholders else result
         if missing := self._values.missing:
@@ -238,6 +247,10 @@ class StageInterpreter(Tracer):
             self.wait_for(number)
             self._values[number] = self._send(self._values[number])
         return self.outputs()
+
+    def _own(self, t: Tensor) -> Tensor:
+        """This rank's tensor for one that the model left behind, with all elements."""
+        return self._send(self._tensor_of(t))
 
     def segment_begins(self, segment: Segment) -> bool:
         """See ``Tracer``. A segment is recomputed untraced, so only if all its events are this rank's."""

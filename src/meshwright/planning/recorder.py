@@ -110,7 +110,7 @@ class ForwardRecorder(Tracer):
         result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
-        call.changes, complete = holders.changes(self.number, self._older)
+        call.changes, complete, call.repeatable = holders.changes(self.number, self._older)
         # Who takes a value from where the call left it finds it there, on every stage; unless a module keeps it as well.
         call.stashed -= {n for change in call.changes for n in change.values if n not in self._on_modules}
         slots_now = self.slot_uses.contents()

@@ -114,7 +114,12 @@ class Job:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for this rank's rows, as full tensors. With a pipeline: on the ranks of the last stage, None
-        on others, and without gradients."""
+        on others, and without gradients. What the forward writes to tensors among its arguments, or leaves in lists, dicts and
+        plain objects among them (a cache of keys and values), is there on all ranks afterwards.
+
+        Raises:
+            PlanError: with a pipeline or branches, the forward changes such an object otherwise (it removes from a list).
+        """
         return self._steps.output(args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

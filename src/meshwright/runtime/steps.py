@@ -106,8 +106,7 @@ class Steps:
             self.count -= backward
             raise
         guarded = backward and guard.due(self.count)
-        # All ranks of a copy of the model raise UncutPathError: with one copy, these are all ranks.
-        with self._end.within(step, *([UncutPathError] if runner.recipe.mesh.data_size == 1 else [])):
+        with self._end.within(step, *self._of_a_copy(UncutPathError)):
             losses, loss = self._losses(batch, microbatches, guarded=guarded, backward=backward)
         if guarded:
             runner.sharded_model.reshard()
@@ -180,10 +179,15 @@ class Steps:
         rows_of(batch)
         return batch
 
+    def _of_a_copy(self, *errors: type[Exception]) -> tuple[type[Exception], ...]:
+        """Errors that all ranks of a copy of the model raise together, if there is one copy: then these are all ranks."""
+        return errors if self._runner.recipe.mesh.data_size == 1 else ()
+
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the model for this rank's rows."""
         self._check_weights()
-        with self._end.within(self.number), one_process(), _without_inference_mode():
+        errors_end_the_job = self._end.within(self.number, *self._of_a_copy(UncutPathError, PlanError))
+        with errors_end_the_job, one_process(), _without_inference_mode():
             self._runner.at_rest()
             form = f"job({spelled_form((args, kwargs))})"
             self._agreement.agree(self.count, form=form, notice=False)

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
+from meshwright.calls.structure import snapshot
 from meshwright.calls.stub import without_values
 from meshwright.calls.tracer import Slot
-from meshwright.errors import StageError, UncutPathError
+from meshwright.errors import PlanError, StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
-from meshwright.graph import ModelGraph
+from meshwright.graph import ROOT, ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.regions import place_events
@@ -164,6 +165,8 @@ class Programs:
 
         def record() -> Program:
             graph, writes = self._recorded(batch, call, loss, evaluating, grad=grad)
+            if loss is None and not graph.calls[ROOT].repeatable:
+                raise _unrepeatable()
             path = (sizes, graph.signature) if sizes is not None else object()
             recorded.append(self._by_path.get_or_make(path, lambda: self._program(graph, writes, loss is None)))
             deciding = self._deciding(graph, batch)
@@ -185,7 +188,7 @@ class Programs:
         runs: list[tuple[list[Tensor], list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
-            clone = copied(batch)
+            clone = copied(snapshot(batch, Tensor.detach))  # snapshot: a cache without tensors yet is a new object, too
             runs.append((tensors_in(clone), versions(clone)))  # before the forward, which may add others to a container
             output = call(model, clone)
             return loss(output) if loss else output
@@ -269,6 +272,16 @@ class Programs:
                     f"ranks {ranks} recorded different forwards for one batch, and would wait for each other: the model acts "
                     "on what differs between processes, the order of a set perhaps, a clock or the process's own number"
                 )
+
+
+def _unrepeatable() -> PlanError:
+    return PlanError.of(
+        "this call",
+        where="job(...)",
+        given="a forward that changes an object among its arguments in a way that cannot be repeated on other ranks",
+        required="over pp or branches: lists that it appends to, dicts, and attributes of plain objects",
+        fix="return what the forward leaves there",
+    )
 
 
 def _homes(

@@ -128,7 +128,7 @@ def _same_call(a: Call, b: Call) -> bool:
 
 def _where_changed(call: Call) -> list[Any]:
     """What a call changes among its arguments, but for the new items."""
-    return [(change.where, change.removed, change.before, change.values) for change in call.changes]
+    return [(c.where, c.removed, c.before, c.values, c.length) for c in call.changes]
 
 
 def _constants(x: Any, depth: int) -> Any:

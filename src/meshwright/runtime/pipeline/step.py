@@ -19,17 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.calls.changes import make_changes
 from meshwright.calls.interpreter import StageInterpreter
-from meshwright.calls.structure import map_tensors
+from meshwright.calls.structure import map_tensors, snapshot, tensors_of
 from meshwright.calls.tracer import slot_tensors
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
+from meshwright.graph import ROOT
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
-from meshwright.runtime.pipeline.homes import Homes
+from meshwright.runtime.pipeline.homes import Home, Homes
 from meshwright.runtime.pipeline.program import Call, Program
 from meshwright.runtime.pipeline.stage_constants import StageConstants, other_stages_state_kept
 from meshwright.runtime.pipeline.stage_generators import StageGenerators
@@ -113,6 +115,7 @@ class PipelineStep:
         )
         # (stage, microbatch) → the tensors of its copy, to which the stage has written.
         self._written: dict[tuple[int, int], list[Tensor]] = {}
+        self._left: list[list[Tensor]] = []  # see ``StageInterpreter.left``
         self._state_after_first: dict[int, ModuleState] = {}  # stage → state after its first forward, for recompute
         self.losses: list[Tensor] = []
         self.failures: list[Exception] = []
@@ -166,9 +169,24 @@ class PipelineStep:
             if program.writes:
                 self._share_writes(program, m)
         self._written.clear()
+        if self._loss is None and self.programs:
+            self._share_changes(self.programs[0])
         if self._stages.branching is not None:
             self._stages.branching.finish()
         self._stages.action = None
+
+    def _share_changes(self, program: Program) -> None:
+        """Changes containers and objects among the caller's arguments as the forward changed copies of them, on all ranks."""
+        changes = program.graph.calls[ROOT].changes
+        if not changes:
+            return
+        received = self._sharing.share({"left": Home(len(program.crossing.cuts), 0)}, lambda key: self._left)
+        memo = {
+            id(recorded): t
+            for change, tensors in zip(changes, received.get("left", self._left), strict=True)
+            for recorded, t in zip(tensors_of(change.items), tensors, strict=True)
+        }
+        make_changes(changes, self._microbatches.batches[0], memo)
 
     def _share_writes(self, program: Program, m: int) -> None:
         """Writes to a microbatch what the forward wrote to copies of it, on all ranks."""
@@ -291,12 +309,16 @@ class PipelineStep:
         model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
             return self._call(model, piece)
+        if self._loss is None and self.programs[m].graph.calls[ROOT].changes:
+            piece = snapshot(piece, torch.Tensor.detach)
         if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = copied(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
         with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
-            return self._call(model, piece)
+            output = self._call(model, piece)
+        self._left = part.left or self._left
+        return output
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
         """The interpreter for a stage's part of the forward."""
