@@ -74,6 +74,11 @@ class Block(nn.Module):
         cache.others[:] = [keys, *cache.others[:1]]
         return cache.others[-1] * keys
 
+    def last_of_all(self, keys: Tensor, batch: Tensor, cache: Cache) -> Tensor:
+        """Each block replaces the tensor that the block before left."""
+        before, cache.by_name["last"] = cache.by_name.get("last", 1.0), keys
+        return keys * before
+
     def dict_of_all(self, keys: Tensor, batch: Tensor, cache: Cache) -> Tensor:
         cache.by_name[self.number] = {"keys": keys, "squares": (keys * keys, keys)}
         cache.by_name.pop("spare", None)
@@ -245,8 +250,8 @@ def test_changes_are_found_and_made_again() -> None:
     recorded, here = (((Cache(2), ["begin"]), {}) for _ in range(2))
     holders = Holders(recorded)
     call(*recorded[0])
-    changes, complete = holders.changes(number, set())
-    assert complete and sorted(len(change.values) for change in changes) == [0, 1, 1]
+    changes, complete, repeatable = holders.changes(number, set())
+    assert complete and repeatable and sorted(len(change.values) for change in changes) == [0, 1, 1]
     make_changes(changes, here, {})
     cache, states = here[0]
     assert states == ["begin", "end"] and cache.layers[1].length == 3 and "spare" not in cache.by_name
@@ -272,12 +277,13 @@ def test_changes_that_cannot_be_made_again_are_told(change: Any) -> None:
     cache.others.append(SimpleNamespace(a=1))
     holders = Holders(((cache,), {}))
     change(cache)
-    _, complete = holders.changes(number, set())
-    assert not complete
+    _, complete, repeatable = holders.changes(number, set())
+    assert not complete and not repeatable
 
 
 def test_a_change_of_what_is_older_than_the_forward_is_told() -> None:
     cache = Cache(2)
     holders = Holders(((cache,), {}))
     cache.seen += 1
-    assert holders.changes(number, set())[1] and not holders.changes(number, {id(cache)})[1]
+    assert holders.changes(number, set())[1:] == (True, True)
+    assert holders.changes(number, {id(cache)})[1:] == (False, True)

@@ -221,6 +221,8 @@ def _constant(table: MutableMapping[Any, Any], key: Any) -> Any:
     if key not in table:
         return None
     item = table[key]
+    if isinstance(item, Tensor):  # or a placeholder, on other stages
+        return Tensor
     return type(item) if _is_holder(item) or not is_constant(item) else (type(item), item)
 
 
