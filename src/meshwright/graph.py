@@ -400,8 +400,8 @@ class ModelGraph:
 
     @property
     def left(self) -> frozenset[int]:
-        """The values that the model returns, or leaves in containers and objects among its arguments."""
-        return self.calls[ROOT].results
+        """The values that the model leaves in containers and objects among its arguments."""
+        return frozenset(n for change in self.calls[ROOT].changes for n in change.values if n is not None)
 
     def writes(self, position: int) -> list[int]:
         """The values that an event writes: the new numbers of its target and of other values in that memory."""

@@ -159,13 +159,13 @@ def find_regions(
 
     Args:
         placed: module → the places of its calls, in order.
-        whole_output: whether every rank needs everything that the model returns, or leaves in containers among its arguments,
-            not only the loss.
+        whole_output: whether every rank needs everything that the model returns, not only the loss.
     """
     stop = len(graph.events) if stop is None else stop
     event_places = place_events(graph, placed, places)
     forks_and_joins: list[Fork | Join] = []
-    outputs = {*graph.returned, *(graph.left if whole_output else ())}
+    outputs = {*graph.returned, *graph.left}
+    outputs |= {n for n in graph.calls[ROOT].outputs if n is not None and whole_output}
     depth = {around: len(places.chain(around)) for around in {places[p].parent for p in set(event_places) if p}}
     wholes, span = _wholes(graph, event_places), (start, min(stop, graph.calls[ROOT].stop))
     for around in sorted(depth, key=lambda a: (depth[a], a)):
@@ -225,7 +225,7 @@ def _move_to_takers(graph: ModelGraph, event_places: list[int], fixed: Sequence[
         mixed[p] = free[p] and (
             several or any(mixed[q] and event_places[q] == event_places[p] for q in makers if q < p)
         )
-    outside = {*graph.returned, *graph.left}
+    outside = {*graph.returned, *graph.calls[ROOT].outputs, *graph.left}
     for p in range(end - 1, -1, -1):
         inputs, results = graph.events[p].inputs, graph.values_made_by(p)
         takers = {event_places[q] for n in results for q in graph.consumers.get(n, ())}

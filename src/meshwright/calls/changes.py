@@ -93,6 +93,23 @@ def map_changed(fn: Callable[[Tensor], Any], change: Change, arguments: Any) -> 
     return [table[key] for key in keys]
 
 
+def before_of(change: Change, arguments: Any) -> list[Tensor | None]:
+    """For each tensor among a change's new items, the tensor in whose place it comes; None if there was none.
+
+    Args:
+        arguments: (args, kwargs) of the call.
+
+    Raises:
+        LookupError: there is no such container or object.
+    """
+    before = _items(_at(change.where, arguments))
+    tensors: list[Tensor | None] = []
+    for key, item in change.items.items():
+        old, new = before.get(key), tensors_of(item)
+        tensors += [old if isinstance(old, Tensor) and isinstance(item, Tensor) else None] * len(new)
+    return tensors
+
+
 def make_changes(changes: Sequence[Change], arguments: Any, memo: dict[int, Any]) -> None:
     """Makes the recorded changes of a call that does not run on this rank.
 
@@ -102,9 +119,11 @@ def make_changes(changes: Sequence[Change], arguments: Any, memo: dict[int, Any]
 
     Raises:
         LookupError: an item is not what it was before the recorded call.
+        Exception: of whatever type, before anything is changed: an item cannot be copied.
     """
-    for change in changes:
-        holder, items = _at(change.where, arguments), copy.deepcopy(change.items, memo)
+    new_items = copy.deepcopy([change.items for change in changes], memo)
+    for change, items in zip(changes, new_items, strict=True):
+        holder = _at(change.where, arguments)
         is_list = isinstance(holder, list)
         table = dict(enumerate(holder)) if is_list else _table(holder)
         for key, before in change.before.items():

@@ -43,8 +43,8 @@ class StageInterpreter(Tracer):
     """One microbatch's forward through one stage.
 
     Attributes:
-        left: if the whole output is needed, on the last stage, at the end: the tensors that the model left in containers and
-            objects among its arguments, for each change of the recorded forward.
+        left: on the last stage, at the end: the tensors that the model left in containers and objects among its arguments, for
+            each change of the recorded forward.
 
     Its state besides the values (calls/values.py), with invariants:
 
@@ -231,9 +231,8 @@ class StageInterpreter(Tracer):
             result = None
         self._advance_to(len(self.graph.events))
         if self.program.last:
-            if self.program.whole_output:
-                changes, arguments = self.graph.calls[ROOT].changes, (args, kwargs)
-                self.left = [tensors_of(map_changed(self._own, change, arguments)) for change in changes]
+            changes, arguments = self.graph.calls[ROOT].changes, (args, kwargs)
+            self.left = [tensors_of(map_changed(self._own, change, arguments)) for change in changes]
             has_placeholders = bool(self.program.forks_and_joins or self.program.streamed)
             return map_tensors(self._tensor_of, result) if has_placeholders else result
         if missing := self._values.missing:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import Call, ModelGraph
+from meshwright.graph import ROOT, Call, ModelGraph
 from meshwright.regions import Fork, Join, PlacesOfCalls, find_regions
 from meshwright.spmd.torch_functions import draws
 from meshwright.submesh import Submeshes
@@ -40,14 +40,15 @@ class Crossing:
 
 
 def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
-    """The values that cross cuts. ``whole_output``: the last stage takes everything that the model returns, or leaves in
-    containers among its arguments."""
+    """The values that cross cuts. The last stage takes what the model leaves in containers among its arguments, and with
+    ``whole_output`` everything that it returns."""
     edges: dict[tuple[int, int], set[int]] = {}
     last = len(cuts)
+    at_end = graph.left.union(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)
     for number, value in enumerate(graph.values):
         home = bisect_right(cuts, value.position)
         takers = {bisect_right(cuts, p) for p in graph.consumers.get(number, ())}
-        if whole_output and number in graph.left:
+        if number in at_end:
             takers.add(last)
         for taker in takers - {home}:
             edges.setdefault((home, taker), set()).add(number)
@@ -61,7 +62,7 @@ class StageProgram:
         placed: module → the places of its calls (regions.py). A place is the number of a submesh; 0 is the trunk.
         rank_places: the places to which the rank belongs.
         streams: module → the stream of this rank on which it runs, concurrently with others.
-        whole_output: whether everything is needed that the model returns, or leaves in containers among its arguments.
+        whole_output: whether everything that the model returns is needed.
 
     Attributes:
         start, stop: the events of the stage, ``start <= position < stop``.
@@ -91,7 +92,7 @@ class StageProgram:
     ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
         self.graph, self.stage, self.cuts, self.branches = graph, stage, crossing.cuts, places
-        self.rank_places, self.whole_output = rank_places, whole_output
+        self.rank_places = rank_places
         self.start, self.stop = ends[stage], ends[stage + 1]
         self.last = stage == len(crossing.cuts)
         self.incoming, self.outgoing = crossing.into(stage), crossing.out_of(stage)

@@ -334,7 +334,7 @@ def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterat
             if graph.values[n].storage:
                 writes[graph.values[n].storage] = position
     lives: dict[int, dict[int, list[int]]] = defaultdict(dict)  # memory → name → the event that made it, its last use
-    outputs = {*graph.returned, *graph.left, *at_end}
+    outputs = {*graph.returned, *graph.calls[ROOT].outputs, *graph.left, *at_end}
     for number, value in enumerate(graph.values):
         if value.storage in writes:
             last = len(graph.events) if number in outputs else max(graph.consumers.get(number, ()), default=-1)

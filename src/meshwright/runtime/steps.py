@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +37,13 @@ from meshwright.runtime.rows.batch import (
     with_shared,
 )
 from meshwright.runtime.rows.collectives import write_back
+from meshwright.runtime.rows.containers import NOTE as CONTAINER_NOTE
+from meshwright.runtime.rows.containers import BatchContainers, has_containers
 from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.runtime.step_notes import is_plain, listed
+from meshwright.spmd.dispatcher import full_tensor
 from meshwright.spmd.one_process import one_process
 
 
@@ -69,6 +73,7 @@ class Steps:
         self._runner, self._division, self._guard, self._agreement = runner, division, guard, agreement
         self._end = end
         self.count = self.before = 0
+        self._container_note = ""
         self._awaits = {CHECKPOINT: "job.load(...)", PRETRAINED: "job.load_pretrained(...)"}.get(
             runner.recipe.weights, ""
         )
@@ -101,28 +106,34 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         try:
-            batch, microbatches = self._begin(batch, "job.step" if backward else "job.evaluate")
+            rows, microbatches = self._begin(batch, "job.step" if backward else "job.evaluate")
         except BaseException:
             self.count -= backward
             raise
         guarded = backward and guard.due(self.count)
         with self._end.within(step, *self._of_a_copy(UncutPathError)):
-            losses, loss = self._losses(batch, microbatches, guarded=guarded, backward=backward)
+            losses, loss = self._losses(batch, rows, microbatches, guarded=guarded, backward=backward)
         if guarded:
             runner.sharded_model.reshard()
             guard.compare(step, losses)
         return loss
 
     def _losses(
-        self, batch: Any, microbatches: Microbatches, *, guarded: bool, backward: bool
+        self, given: Any, batch: Any, microbatches: Microbatches, *, guarded: bool, backward: bool
     ) -> tuple[list[Tensor], Tensor]:
-        """Returns (the scaled losses of this rank's microbatches, the loss of the batch)."""
+        """Returns (the scaled losses of this rank's microbatches, the loss of the batch). ``given``: the caller's batch."""
         runner, division = self._runner, self._division
         batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
+        containers = BatchContainers(microbatches.batches) if has_containers(given) else None
+        if containers is not None:
+            microbatches = replace(microbatches, batches=containers.batches)
         with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
         if microbatches.first_row is not None:
             write_back(batch_inputs, versions_before, batch, microbatches.first_row)
+        if containers is not None:
+            repeated = containers.give_back(given, rows_of(batch), microbatches.first_row, full_tensor)
+            self._container_note = self._container_note if repeated else CONTAINER_NOTE
         runner.settle_modules()
         runner.switches.note()
         return losses, division.loss(losses, microbatches)
@@ -232,5 +243,5 @@ class Steps:
     def notes(self) -> tuple[str, ...]:
         """Notes for a person on what the job has found out since planning."""
         runner = self._runner
-        notes = (*self._division.notes, streams.note(runner.recipe, runner.groups.device), self._agreement.note)
-        return tuple(filter(None, notes))
+        of_parts = streams.note(runner.recipe, runner.groups.device), self._agreement.note, self._container_note
+        return tuple(filter(None, (*self._division.notes, *of_parts)))

@@ -27,7 +27,7 @@ from meshwright.calls.tracer import Slot
 from meshwright.errors import PlanError, StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
-from meshwright.graph import ROOT, ModelGraph
+from meshwright.graph import ROOT, Change, ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.regions import place_events
@@ -100,6 +100,12 @@ class Program:
         """The values over an edge whose gradients are sent back: those that a backward from the loss reaches. A value before a
         ``detach`` has no gradient, not even zeros."""
         return tuple(n for n in self.crossing.values[edge] if n in self.graph.live)
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What the model changes in containers and objects among its arguments, if all of it can be repeated."""
+        root = self.graph.calls[ROOT]
+        return root.changes if root.repeatable else ()
 
     @property
     def digest(self) -> int:

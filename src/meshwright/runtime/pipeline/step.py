@@ -25,7 +25,6 @@ from meshwright.calls.structure import map_tensors, snapshot, tensors_of
 from meshwright.calls.tracer import slot_tensors
 from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
-from meshwright.graph import ROOT
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
 from meshwright.runtime.module_state import ModuleState
@@ -40,7 +39,7 @@ from meshwright.runtime.pipeline.transfers import Transfers
 from meshwright.runtime.rows.batch import copied, tensors_in
 from meshwright.runtime.rows.loss import Loss, one_number
 from meshwright.runtime.rows.loss_weights import MeanScaler, scaled_loss
-from meshwright.runtime.rows.microbatches import BACKWARD, Microbatches
+from meshwright.runtime.rows.microbatches import BACKWARD, Microbatches, arguments_of
 from meshwright.schedule import TRANSFERS, Action, Schedule
 from meshwright.spmd.alias import laid_out
 from meshwright.spmd.autograd_functions import checkpoints_noted
@@ -115,7 +114,7 @@ class PipelineStep:
         )
         # (stage, microbatch) → the tensors of its copy, to which the stage has written.
         self._written: dict[tuple[int, int], list[Tensor]] = {}
-        self._left: list[list[Tensor]] = []  # see ``StageInterpreter.left``
+        self._left: dict[int, list[list[Tensor]]] = {}  # microbatch → ``StageInterpreter.left``
         self._state_after_first: dict[int, ModuleState] = {}  # stage → state after its first forward, for recompute
         self.losses: list[Tensor] = []
         self.failures: list[Exception] = []
@@ -168,25 +167,26 @@ class PipelineStep:
         for m, program in enumerate(self.programs):
             if program.writes:
                 self._share_writes(program, m)
+            if program.changes:
+                self._share_changes(program, m)
         self._written.clear()
-        if self._loss is None and self.programs:
-            self._share_changes(self.programs[0])
         if self._stages.branching is not None:
             self._stages.branching.finish()
         self._stages.action = None
 
-    def _share_changes(self, program: Program) -> None:
-        """Changes containers and objects among the caller's arguments as the forward changed copies of them, on all ranks."""
-        changes = program.graph.calls[ROOT].changes
-        if not changes:
+    def _share_changes(self, program: Program, m: int) -> None:
+        """Changes containers and objects of a microbatch as the forward changed copies of them, on all ranks."""
+        received = self._sharing.share({m: Home(len(program.crossing.cuts), 0)}, lambda m: self._left.get(m, []))
+        left = received.get(m, self._left.pop(m, []))
+        if not left:  # the last stage of a trial has failed
             return
-        received = self._sharing.share({"left": Home(len(program.crossing.cuts), 0)}, lambda key: self._left)
         memo = {
             id(recorded): t
-            for change, tensors in zip(changes, received.get("left", self._left), strict=True)
+            for change, tensors in zip(program.changes, left, strict=True)
             for recorded, t in zip(tensors_of(change.items), tensors, strict=True)
         }
-        make_changes(changes, self._microbatches.batches[0], memo)
+        batch = self._microbatches.batches[m]
+        make_changes(program.changes, batch if self._loss is None else arguments_of(batch), memo)
 
     def _share_writes(self, program: Program, m: int) -> None:
         """Writes to a microbatch what the forward wrote to copies of it, on all ranks."""
@@ -309,15 +309,16 @@ class PipelineStep:
         model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
             return self._call(model, piece)
-        if self._loss is None and self.programs[m].graph.calls[ROOT].changes:
-            piece = snapshot(piece, torch.Tensor.detach)
+        if self.programs[m].changes:
+            piece = snapshot(piece, lambda t: t)
         if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = copied(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
         with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
             output = self._call(model, piece)
-        self._left = part.left or self._left
+        if part.left:
+            self._left[m] = part.left
         return output
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.calls.structure import snapshot
 from meshwright.errors import PlanError
 from meshwright.private import pytree, storage_of, version
 
@@ -36,7 +37,7 @@ def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int) -> Any:
     if isinstance(leaf, Tensor):
         return fn(leaf)
     if not _tensors(leaf, depth):
-        return leaf
+        return snapshot(leaf, fn)  # a forward may put tensors into an object of the model's that has none yet
     result = copy.copy(leaf)
     for name, value in vars(leaf).items():
         object.__setattr__(result, name, pytree.tree_map(lambda x: _mapped(fn, x, depth - 1), value))

@@ -48,9 +48,15 @@ class NoticeError(Exception):
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Calls a model with a batch: a mapping of keyword arguments, a tuple of arguments, or one argument."""
+    args, kwargs = arguments_of(batch)
+    return model(*args, **kwargs)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with which a model is called for a batch."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def rows_of(batch: Any) -> int:

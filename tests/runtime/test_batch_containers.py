@@ -1,0 +1,198 @@
+"""What a forward leaves in lists, dicts and objects of the batch, for the next step: on each rank that of one device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import meshwright as mw
+from meshwright.runtime.rows.microbatches import rows_of_rank
+from meshwright.workers.pool import LocalWorkers
+
+WIDTH, ROWS, DEPTH = 6, 8, 3
+PLANS: dict[str, dict[str, Any]] = {
+    "dp_shard=2": {"mesh": "dp_shard=2"},
+    "microbatches": {"mesh": "dp_replicate=2", "microbatches": 2},
+    "whole": {"mesh": "dp_shard=2", "rows": "whole"},
+    "tp=2": {"mesh": "tp=2"},
+    "pp=2": {"mesh": "pp=2", "microbatches": 2},
+}
+
+
+class State:
+    """Hidden states in an object of the caller's own."""
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.hidden, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.input(x) + self.hidden(h))
+        return x + self.out(h), h
+
+
+class Recurrent(nn.Module):
+    """Reads and replaces the hidden state of each cell, in the way of ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.turn, self.cells = getattr(self, kind), nn.ModuleList(Cell() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, y: Tensor, state: Any) -> dict[str, Tensor]:
+        for i, cell in enumerate(self.cells):
+            x = self.turn(cell, x, state, i)
+        return {"loss": functional.mse_loss(x, y)}
+
+    def items(self, cell: Any, x: Tensor, state: dict[int, Tensor], i: int) -> Tensor:
+        x, h = cell(x, state[i])
+        state[i] = h.detach()
+        return x
+
+    def popped(self, cell: Any, x: Tensor, state: list[Tensor], i: int) -> Tensor:
+        x, h = cell(x, state.pop(0))
+        state.append(h.detach())
+        return x
+
+    def written(self, cell: Any, x: Tensor, state: list[Tensor], i: int) -> Tensor:
+        x, h = cell(x, state[i].clone())
+        state[i].copy_(h.detach())
+        return x
+
+    def grows(self, cell: Any, x: Tensor, state: list[Tensor], i: int) -> Tensor:
+        x, h = cell(x, state[-1] if state else torch.zeros_like(x))
+        state.append(h.detach())
+        return x
+
+    def counts(self, cell: Any, x: Tensor, state: dict[str, Any], i: int) -> Tensor:
+        x, h = cell(x, state["h"] * 0.1 ** state["n"])
+        state["h"], state["n"] = h.detach(), state["n"] + 1
+        return x
+
+    def attributes(self, cell: Any, x: Tensor, state: State, i: int) -> Tensor:
+        """The object has none at first."""
+        x, h = cell(x, getattr(state, f"h{i}", torch.zeros_like(x)))
+        setattr(state, f"h{i}", h.detach())
+        return x
+
+    def means(self, cell: Any, x: Tensor, state: dict[str, Tensor], i: int) -> Tensor:
+        """Of all rows, so that rows are run together."""
+        x, h = cell(x, state["mean"].expand_as(x))
+        state["mean"] = h.detach().mean(0)
+        return x
+
+
+KINDS = ("items", "popped", "written", "grows", "counts", "attributes", "means")
+
+
+def first_state(kind: str, rows: int) -> Any:
+    zeros = [torch.zeros(rows, WIDTH, dtype=torch.float64) for _ in range(DEPTH)]
+    return {
+        "items": dict(enumerate(zeros)), "popped": zeros, "written": zeros, "grows": [], "attributes": State(),
+        "counts": {"h": zeros[0], "n": 0}, "means": {"mean": torch.zeros(WIDTH, dtype=torch.float64)},
+    }[kind]  # fmt: skip
+
+
+def contents(state: Any) -> list[Any]:
+    if isinstance(state, list):
+        return list(state)
+    return list(state.values()) if isinstance(state, dict) else [vars(state)[f"h{i}"] for i in range(DEPTH)]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [{key: torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for key in "xy"} for _ in range(3)]
+
+
+def on_a_mesh(kind: str, plan: dict[str, Any]) -> Any:
+    sample = {**batches()[0], "state": first_state(kind, ROWS)}
+    job = mw.parallelize(lambda: Recurrent(kind), plan, batch=sample, dtype=torch.float64)
+    optimizer = torch.optim.SGD(job.parameters(), lr=0.1)
+    shares = [rows_of_rank(batch, job.recipe, job.rank) for batch in batches()]
+    rows, losses = len(shares[0]["x"]), []
+    state = first_state(kind, rows)
+    for share in shares:
+        losses.append(job.step({**share, "state": state}).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(job.evaluate({**shares[0], "state": state}).item())
+    first = job.recipe.mesh.data_index(job.rank) * rows
+    return losses, contents(state), slice(first, first + rows)
+
+
+OFTEN = {
+    ("items", "microbatches"),
+    ("grows", "pp=2"),
+    ("attributes", "dp_shard=2"),
+    ("means", "whole"),
+    ("items", "tp=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        pytest.param(kind, plan, marks=[] if (kind, plan) in OFTEN else [pytest.mark.proof], id=f"{kind}-{plan}")
+        for kind in KINDS
+        for plan in PLANS
+    ],
+)
+def test_what_a_forward_leaves_for_the_next_is_that_of_one_device(kind: str, plan: str, workers: LocalWorkers) -> None:
+    torch.manual_seed(0)
+    model, state, wanted = Recurrent(kind).double(), first_state(kind, ROWS), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches():
+        loss = model(**batch, state=state)["loss"]
+        loss.backward()
+        wanted.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted.append(model(**batches()[0], state=state)["loss"].item())
+    for losses, left, rows in workers.run(on_a_mesh, kind, PLANS[plan], ranks=2, timeout=120):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for here, there in zip(left, contents(state), strict=True):
+            is_tensor = isinstance(there, Tensor)
+            expected = there.detach()[rows] if is_tensor and there.shape[0] == ROWS else there
+            torch.testing.assert_close(here, expected) if is_tensor else None
+            assert is_tensor or here == expected
+
+
+class LeavesTheMean(nn.Module):
+    """Leaves a mean over its rows, with which it does not compute: rows are independent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor, log: dict[str, Tensor]) -> dict[str, Tensor]:
+        h = self.linear(x)
+        log["mean"] = h.detach().mean(0)
+        return {"loss": functional.mse_loss(h, y)}
+
+
+def test_what_microbatches_leave_otherwise_is_told() -> None:
+    job = mw.parallelize(LeavesTheMean, {"mesh": "dp_shard=1", "microbatches": 2}, batch={**batches()[0], "log": {}})
+    batch = {name: t.float() for name, t in batches()[0].items()}
+    with pytest.raises(RuntimeError, match="a tensor without rows"):
+        job.step({**batch, "log": {}})
+
+
+class Forgets(LeavesTheMean):
+    def forward(self, x: Tensor, y: Tensor, recent: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        recent.popleft()
+        return super().forward(x, y, {})
+
+
+def test_a_change_that_is_not_repeated_has_a_note() -> None:
+    batch = {name: t.float() for name, t in batches()[0].items()}
+    job = mw.parallelize(Forgets, {"mesh": "dp_shard=1", "microbatches": 2}, batch={**batch, "recent": deque([1, 2])})
+    recent = deque([1, 2])
+    job.step({**batch, "recent": recent})
+    assert recent == deque([1, 2])
+    assert any("the caller's own object is as it was" in note for note in job.notes), job.notes
