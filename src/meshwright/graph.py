@@ -399,9 +399,15 @@ class ModelGraph:
         return [(p, self.values[n].storage) for p, event in enumerate(self.events) for _, n in event.named]
 
     @property
+    def left_changes(self) -> tuple[Change, ...]:
+        """What the model changes in containers and objects among its arguments, if all of it can be repeated."""
+        root = self.calls[ROOT]
+        return root.changes if root.repeatable else ()
+
+    @property
     def left(self) -> frozenset[int]:
-        """The values that the model leaves in containers and objects among its arguments."""
-        return frozenset(n for change in self.calls[ROOT].changes for n in change.values if n is not None)
+        """The values in ``left_changes``."""
+        return frozenset(n for change in self.left_changes for n in change.values if n is not None)
 
     def writes(self, position: int) -> list[int]:
         """The values that an event writes: the new numbers of its target and of other values in that memory."""

@@ -196,3 +196,18 @@ def test_a_change_that_is_not_repeated_has_a_note() -> None:
     job.step({**batch, "recent": recent})
     assert recent == deque([1, 2])
     assert any("the caller's own object is as it was" in note for note in job.notes), job.notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("counts", "microbatches"),
+        pytest.param("attributes", "pp=2", marks=pytest.mark.proof),
+        pytest.param("items", "dp_shard=2", marks=pytest.mark.proof),
+    ],
+)
+def test_a_check_gives_both_sides_what_a_forward_left(kind: str, plan: str, workers: LocalWorkers) -> None:
+    """Its first two forwards get one batch."""
+    batch = {**batches()[0], "state": first_state(kind, ROWS)}
+    report = mw.check(lambda: Recurrent(kind), batch, PLANS[plan], steps=2, workers=workers)
+    assert report.passed, str(report)

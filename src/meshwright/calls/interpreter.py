@@ -31,7 +31,7 @@ from meshwright.calls.stub import stub
 from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
 from meshwright.described import map_within, tensors_within
-from meshwright.graph import ROOT, Call, Event, Path, Segment, spelled
+from meshwright.graph import ROOT, Call, Change, Event, Path, Segment, spelled
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of, target_of
 
 
@@ -231,8 +231,7 @@ class StageInterpreter(Tracer):
             result = None
         self._advance_to(len(self.graph.events))
         if self.program.last:
-            changes, arguments = self.graph.calls[ROOT].changes, (args, kwargs)
-            self.left = [tensors_of(map_changed(self._own, change, arguments)) for change in changes]
+            self.left = [self._left(change, (args, kwargs)) for change in self.graph.left_changes]
             has_placeholders = bool(self.program.forks_and_joins or self.program.streamed)
             return map_tensors(self._tensor_of, result) if has_placeholders else result
         if missing := self._values.missing:
@@ -247,9 +246,17 @@ class StageInterpreter(Tracer):
             self._values[number] = self._send(self._values[number])
         return self.outputs()
 
-    def _own(self, t: Tensor) -> Tensor:
-        """This rank's tensor for one that the model left behind, with all elements."""
-        return self._send(self._tensor_of(t))
+    def _left(self, change: Change, arguments: Any) -> list[Tensor]:
+        """This rank's tensors for those that the model left in an argument, with all elements."""
+        try:
+            tensors = tensors_of(map_changed(lambda t: self._send(self._tensor_of(t)), change, arguments))
+        except LookupError:
+            tensors = []
+        if len(tensors) != len(change.values):
+            raise PathError(
+                f"the forward left {len(tensors)} tensors in an argument, but {len(change.values)} in the recorded forward"
+            )
+        return tensors
 
     def segment_begins(self, segment: Segment) -> bool:
         """See ``Tracer``. A segment is recomputed untraced, so only if all its events are this rank's."""

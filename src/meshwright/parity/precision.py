@@ -18,9 +18,10 @@ only (a sum that overflows, a loss or a gradient in the wrong type, a type error
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     replace_tensors(low, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) and t.is_floating_point() else t)
     every = [*zip(model.parameters(), low.parameters(), strict=True)]
     pairs = [(p, q) for p, q in every if p.requires_grad]
-    batches = (mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in case.batches())
+    batches = _batches(case, dtype)
 
     def step() -> Tensor:
         with torch.no_grad():
@@ -139,6 +140,15 @@ def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
 
     prepare_generators(case, low)
     return Reference(case, train(model, low, case, step), start)
+
+
+def _batches(case: Case, dtype: torch.dtype) -> Iterator[Any]:
+    """The batches of a case in ``dtype``. One that comes twice is one object, as a forward may leave something in it."""
+    last = low = None
+    for batch in case.batches():
+        if batch is not last:
+            last, low = batch, mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+        yield low
 
 
 def _noise(p: Tensor, seed: int) -> Tensor:

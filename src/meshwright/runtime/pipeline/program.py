@@ -27,7 +27,7 @@ from meshwright.calls.tracer import Slot
 from meshwright.errors import PlanError, StageError, UncutPathError
 from meshwright.evaluation import Evaluating, Modes
 from meshwright.generators import random_numbers_kept
-from meshwright.graph import ROOT, Change, ModelGraph
+from meshwright.graph import ROOT, ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
 from meshwright.regions import place_events
@@ -100,12 +100,6 @@ class Program:
         """The values over an edge whose gradients are sent back: those that a backward from the loss reaches. A value before a
         ``detach`` has no gradient, not even zeros."""
         return tuple(n for n in self.crossing.values[edge] if n in self.graph.live)
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """What the model changes in containers and objects among its arguments, if all of it can be repeated."""
-        root = self.graph.calls[ROOT]
-        return root.changes if root.repeatable else ()
 
     @property
     def digest(self) -> int:
@@ -194,7 +188,7 @@ class Programs:
         runs: list[tuple[list[Tensor], list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
-            clone = copied(snapshot(batch, Tensor.detach))  # snapshot: a cache without tensors yet is a new object, too
+            clone = copied(snapshot(batch, _same))  # a cache without tensors yet is a new object, too
             runs.append((tensors_in(clone), versions(clone)))  # before the forward, which may add others to a container
             output = call(model, clone)
             return loss(output) if loss else output
@@ -278,6 +272,10 @@ class Programs:
                     f"ranks {ranks} recorded different forwards for one batch, and would wait for each other: the model acts "
                     "on what differs between processes, the order of a set perhaps, a clock or the process's own number"
                 )
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _unrepeatable() -> PlanError:

@@ -167,7 +167,7 @@ class PipelineStep:
         for m, program in enumerate(self.programs):
             if program.writes:
                 self._share_writes(program, m)
-            if program.changes:
+            if program.graph.left_changes:
                 self._share_changes(program, m)
         self._written.clear()
         if self._stages.branching is not None:
@@ -176,17 +176,18 @@ class PipelineStep:
 
     def _share_changes(self, program: Program, m: int) -> None:
         """Changes containers and objects of a microbatch as the forward changed copies of them, on all ranks."""
+        changes = program.graph.left_changes
         received = self._sharing.share({m: Home(len(program.crossing.cuts), 0)}, lambda m: self._left.get(m, []))
         left = received.get(m, self._left.pop(m, []))
         if not left:  # the last stage of a trial has failed
             return
         memo = {
             id(recorded): t
-            for change, tensors in zip(program.changes, left, strict=True)
+            for change, tensors in zip(changes, left, strict=True)
             for recorded, t in zip(tensors_of(change.items), tensors, strict=True)
         }
         batch = self._microbatches.batches[m]
-        make_changes(program.changes, batch if self._loss is None else arguments_of(batch), memo)
+        make_changes(changes, batch if self._loss is None else arguments_of(batch), memo)
 
     def _share_writes(self, program: Program, m: int) -> None:
         """Writes to a microbatch what the forward wrote to copies of it, on all ranks."""
@@ -309,7 +310,7 @@ class PipelineStep:
         model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
             return self._call(model, piece)
-        if self.programs[m].changes:
+        if self.programs[m].graph.left_changes:
             piece = snapshot(piece, lambda t: t)
         if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
