@@ -39,6 +39,7 @@ from meshwright.runtime.rows.batch import (
 from meshwright.runtime.rows.collectives import write_back
 from meshwright.runtime.rows.containers import NOTE as CONTAINER_NOTE
 from meshwright.runtime.rows.containers import BatchContainers, has_containers
+from meshwright.runtime.rows.input_gradients import give_gradients, with_leaves
 from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
@@ -134,6 +135,8 @@ class Steps:
         if containers is not None:
             repeated = containers.give_back(given, rows_of(batch), microbatches.first_row, full_tensor)
             self._container_note = self._container_note if repeated else CONTAINER_NOTE
+        if backward and not runner.recipe.branches:
+            give_gradients(given, batch, microbatches, runner.groups)
         runner.settle_modules()
         runner.switches.note()
         return losses, division.loss(losses, microbatches)
@@ -188,7 +191,7 @@ class Steps:
         batch = with_shared(plain(batch), runner.recipe.shared_inputs)
         check_device(batch, runner.groups.device)
         rows_of(batch)
-        return batch
+        return with_leaves(batch)
 
     def _of_a_copy(self, *errors: type[Exception]) -> tuple[type[Exception], ...]:
         """Errors that all ranks of a copy of the model raise together, if there is one copy: then these are all ranks."""

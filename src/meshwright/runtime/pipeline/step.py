@@ -36,7 +36,7 @@ from meshwright.runtime.pipeline.stage_constants import StageConstants, other_st
 from meshwright.runtime.pipeline.stage_generators import StageGenerators
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
-from meshwright.runtime.rows.batch import copied, tensors_in
+from meshwright.runtime.rows.batch import copied, tensors_in, with_tensors
 from meshwright.runtime.rows.loss import Loss, one_number
 from meshwright.runtime.rows.loss_weights import MeanScaler, scaled_loss
 from meshwright.runtime.rows.microbatches import BACKWARD, Microbatches, arguments_of
@@ -46,6 +46,13 @@ from meshwright.spmd.autograd_functions import checkpoints_noted
 from meshwright.spmd.dispatcher import full_tensor
 
 _SEED_BITS = 48  # so many that no two forwards of a run have the same seed
+
+
+def _own_copy(piece: Any) -> Any:
+    """A copy of a microbatch, but for tensors that require gradients: those of a copy would be lost, and no forward may write
+    to a leaf."""
+    tensors = zip(tensors_in(piece), tensors_in(copied(piece)), strict=True)
+    return with_tensors(piece, [t if t.requires_grad else copy for t, copy in tensors])
 
 
 class PipelineStep:
@@ -314,7 +321,7 @@ class PipelineStep:
             piece = snapshot(piece, lambda t: t)
         if self.programs[m].writes:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
-            piece = copied(piece)
+            piece = _own_copy(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
         with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
             output = self._call(model, piece)

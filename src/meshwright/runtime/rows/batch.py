@@ -68,7 +68,11 @@ def form_of(batch: Any) -> Hashable:
 def spelled_form(batch: Any) -> str:
     """The names, types and shapes of a batch's tensors, in words."""
     named = zip(names_in(batch), tensors_in(batch), strict=True)
-    return ", ".join(f"{name}: {str(t.dtype).removeprefix('torch.')} {_shape_text(t)}" for name, t in named)
+    return ", ".join(f"{name}: {_type_text(t)} {_shape_text(t)}" for name, t in named)
+
+
+def _type_text(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.") + (" with a gradient" if t.requires_grad else "")
 
 
 def _shape_text(t: Tensor) -> str:

@@ -95,7 +95,8 @@ def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) 
     padded_bytes = as_bytes(padded)
     chunks = [torch.empty_like(padded_bytes) for _ in sizes]
     dist.all_gather(chunks, padded_bytes, group=group)
-    return torch.cat([chunk.view(t.dtype).view(padded.shape)[:n] for chunk, n in zip(chunks, sizes, strict=True)])
+    rows_of_each = [chunk.view(t.dtype).view(padded.shape)[:n] for chunk, n in zip(chunks, sizes, strict=True)]
+    return torch.cat(rows_of_each).requires_grad_(t.requires_grad)
 
 
 @torch.no_grad()
