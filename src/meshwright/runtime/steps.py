@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,8 +125,6 @@ class Steps:
         runner, division = self._runner, self._division
         batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
         containers = BatchContainers(microbatches.batches) if has_containers(given) else None
-        if containers is not None:
-            microbatches = replace(microbatches, batches=containers.batches)
         with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
         if microbatches.first_row is not None:

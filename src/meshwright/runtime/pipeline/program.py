@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.calls.stage import Crossing, StageProgram, crossings
-from meshwright.calls.structure import snapshot
 from meshwright.calls.stub import without_values
 from meshwright.calls.tracer import Slot
 from meshwright.errors import PlanError, StageError, UncutPathError
@@ -188,7 +187,7 @@ class Programs:
         runs: list[tuple[list[Tensor], list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
-            clone = copied(snapshot(batch, _same))  # a cache without tensors yet is a new object, too
+            clone = copied(batch)
             runs.append((tensors_in(clone), versions(clone)))  # before the forward, which may add others to a container
             output = call(model, clone)
             return loss(output) if loss else output
@@ -272,10 +271,6 @@ class Programs:
                     f"ranks {ranks} recorded different forwards for one batch, and would wait for each other: the model acts "
                     "on what differs between processes, the order of a set perhaps, a clock or the process's own number"
                 )
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _unrepeatable() -> PlanError:

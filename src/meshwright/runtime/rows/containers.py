@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.calls.changes import Holders, before_of, make_changes
-from meshwright.calls.structure import PLAIN, is_constant, snapshot, tensors_of
+from meshwright.calls.structure import PLAIN, is_constant, tensors_of
 from meshwright.graph import Change
 from meshwright.private import pytree
 from meshwright.runtime.rows.batch import has_rows, tensors_in
@@ -31,16 +31,13 @@ class BatchContainers:
 
     Args:
         batches: the microbatches.
-
-    Attributes:
-        batches: the microbatches, with the same tensors, in containers and objects of their own.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = [snapshot(batch, lambda t: t) for batch in batches]
         self._rows = [rows_of(batch) for batch in batches]
         self._tensors = [tensors_in(batch) for batch in batches]
-        self._holders = [Holders(arguments_of(batch)) for batch in self.batches]
+        self._arguments = [arguments_of(batch) for batch in batches]
+        self._holders = [Holders(arguments) for arguments in self._arguments]
 
     def give_back(self, batch: Any, rows: int, first_row: int | None, full: Callable[[Tensor], Tensor]) -> bool:
         """Makes in the caller's batch the changes that the forwards made in their microbatches.
@@ -56,6 +53,9 @@ class BatchContainers:
         Raises:
             RuntimeError: microbatches left what does not fit together.
         """
+        arguments = arguments_of(batch)
+        if self._are_those_of(arguments):
+            return True
         found = [holders.changes(_no_number, ()) for holders in self._holders]
         if not all(repeatable for *_, repeatable in found):
             return False
@@ -66,7 +66,7 @@ class BatchContainers:
         if any(kind != kinds[0] for kind in kinds):
             raise _do_not_fit("other numbers or items than in the others")
         tensors = [[t for change in changes for t in tensors_of(change.items)] for changes in changes_of_each]
-        arguments, given, memo = arguments_of(batch), tensors_in(batch), dict[int, Tensor]()
+        given, memo = tensors_in(batch), dict[int, Tensor]()
         before = [t for change in changes_of_each[0] for t in before_of(change, arguments)]
         for old, *of_one in zip(before, *tensors, strict=True):
             which = {self._index(m, t) for m, t in enumerate(of_one)}
@@ -80,6 +80,12 @@ class BatchContainers:
         except TypeError:  # an object that cannot be copied
             return False
         return True
+
+    def _are_those_of(self, arguments: Any) -> bool:
+        """Whether the forward has had the caller's own containers: a batch that is not divided is passed on as it is."""
+        (args, kwargs), (own_args, own_kwargs) = arguments, self._arguments[0]
+        pairs = (*zip(args, own_args, strict=True), *((kwargs[key], own_kwargs[key]) for key in kwargs))
+        return all(a is b for a, b in pairs if not isinstance(a, Tensor))
 
     def _index(self, m: int, t: Tensor) -> int | None:
         """The index of a tensor among those of a microbatch; None if it is a new one."""
