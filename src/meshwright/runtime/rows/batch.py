@@ -142,6 +142,12 @@ def host_of(t: Tensor) -> Tensor | None:
     return host if host is not None and versions_then == [version(t), version(host)] else None
 
 
+def as_leaf(t: Tensor) -> Tensor:
+    """A leaf of autograd in the memory of a tensor of a batch, which requires a gradient."""
+    leaf = _with_host_of(t, t.detach().requires_grad_())
+    return _marked_shared(leaf) if getattr(t, "_mw_shared", False) else leaf
+
+
 def _marked_shared(t: Tensor) -> Tensor:
     t._mw_shared = True  # type: ignore[attr-defined]
     return t

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.rows.batch import has_rows, mapped, tensors_in
+from meshwright.runtime.rows.batch import as_leaf, has_rows, mapped, tensors_in
 from meshwright.runtime.rows.microbatches import Microbatches, rows_of
 
 
@@ -25,7 +25,7 @@ def with_leaves(batch: Any) -> Any:
     """A batch in the same memory, with leaves in place of tensors that require gradients."""
     if not any(t.requires_grad for t in tensors_in(batch)):
         return batch
-    return mapped(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
+    return mapped(lambda t: as_leaf(t) if t.requires_grad else t, batch)
 
 
 def give_gradients(given: Any, batch: Any, microbatches: Microbatches, groups: Groups) -> None:
