@@ -163,6 +163,22 @@ def test_what_a_forward_leaves_for_the_next_is_that_of_one_device(kind: str, pla
             assert is_tensor or here == expected
 
 
+def test_a_microbatch_without_rows_leaves_none() -> None:
+    """Three rows in four microbatches: one of them runs a row in place of its own."""
+    torch.manual_seed(0)
+    model, batch = Recurrent("items"), {name: t[:3].float() for name, t in batches()[0].items()}
+    sample = {name: t.float() for name, t in batches()[0].items()}
+    states = [{i: torch.zeros(rows, WIDTH) for i in range(DEPTH)} for rows in (ROWS, 3, 3)]
+    plan = {"mesh": "dp_shard=1", "microbatches": 4}
+    job = mw.parallelize(lambda: Recurrent("items"), plan, batch={**sample, "state": states[0]})
+    for _ in range(2):
+        assert job.step({**batch, "state": states[1]}).item() == pytest.approx(
+            model(**batch, state=states[2])["loss"].item(), rel=1e-5
+        )
+    for here, there in zip(states[1].values(), states[2].values(), strict=True):
+        torch.testing.assert_close(here, there)
+
+
 class LeavesTheMean(nn.Module):
     """Leaves a mean over its rows, with which it does not compute: rows are independent."""
 

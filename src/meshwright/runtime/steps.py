@@ -124,7 +124,7 @@ class Steps:
         """Returns (the scaled losses of this rank's microbatches, the loss of the batch). ``given``: the caller's batch."""
         runner, division = self._runner, self._division
         batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
-        containers = BatchContainers(microbatches.batches) if has_containers(given) else None
+        containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
         with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
         if microbatches.first_row is not None:

@@ -31,9 +31,11 @@ class BatchContainers:
 
     Args:
         batches: the microbatches.
+        weights: of each. One without rows has the weight 0, and runs a row in place of its own.
     """
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[Any], weights: Sequence[float]) -> None:
+        self._has_rows = [weight > 0 for weight in weights]
         self._rows = [rows_of(batch) for batch in batches]
         self._tensors = [tensors_in(batch) for batch in batches]
         self._arguments = [arguments_of(batch) for batch in batches]
@@ -98,10 +100,10 @@ class BatchContainers:
         have_rows = may_have and have_rows is not False
         if first_row is not None:
             return pieces[0][first_row : first_row + rows] if have_rows else pieces[0]
-        if len(pieces) == 1:
-            return pieces[0]
         if have_rows:
-            return torch.cat(list(pieces))
+            own_rows = [t if own else t[:0] for t, own in zip(pieces, self._has_rows, strict=True)]
+            return torch.cat(own_rows) if len(own_rows) > 1 else own_rows[0]
+        pieces = [t for t, own in zip(pieces, self._has_rows, strict=True) if own] or pieces[:1]
         if any(t.shape != pieces[0].shape or not torch.equal(t, pieces[0]) for t in pieces):
             raise _do_not_fit("a tensor without rows (dim 0) with other values than in the others")
         return pieces[0]
