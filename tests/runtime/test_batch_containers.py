@@ -179,6 +179,13 @@ def test_a_microbatch_without_rows_leaves_none() -> None:
         torch.testing.assert_close(here, there)
 
 
+@pytest.mark.parametrize("kind", ["items", "written"])
+def test_a_step_that_leaves_something_is_predicted_over_stages(kind: str) -> None:
+    batch = {**batches()[0], "state": first_state(kind, ROWS)}
+    prediction = mw.predict(lambda: Recurrent(kind).double(), batch, {"mesh": "pp=2"}, hardware="h100")
+    assert prediction.seconds.seconds > 0
+
+
 class LeavesTheMean(nn.Module):
     """Leaves a mean over its rows, with which it does not compute: rows are independent."""
 

@@ -100,7 +100,7 @@ class Sharing:
     values: dict[int, Callable[[Any], Any]]
     together: Barrier
 
-    def share(self, homes: Mapping[Any, Home], value: Callable[[Any], Any]) -> dict[Any, Any]:
+    def share(self, homes: Mapping[Any, Home], value: Callable[[Any], Any], like: Any = None) -> dict[Any, Any]:
         if not homes:
             return {}
         self.values[self.rank] = value

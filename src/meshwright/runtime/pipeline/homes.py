@@ -36,12 +36,19 @@ class Homes:
     def __init__(self, recipe: Recipe, groups: Groups) -> None:
         self._recipe, self._groups = recipe, groups
 
-    def share(self, homes: Mapping[_Key, Home], value: Callable[[_Key], Any]) -> dict[_Key, Any]:
+    def share(
+        self,
+        homes: Mapping[_Key, Home],
+        value: Callable[[_Key], Any],
+        like: Callable[[_Key], Any] | None = None,
+    ) -> dict[_Key, Any]:
         """Sends values to all ranks of a copy of the model. Collective over these ranks, if there is anything to send.
 
         Args:
             homes: a key for each value → the value's home. Equal on these ranks, in the same order.
             value: key → its value on this rank: a tensor, a constant, or a container of both. Others are not sent.
+            like: key → the value with other tensors of the same shapes and dtypes, on every rank; None: the home sends these
+                first.
 
         Returns:
             Key → value, of the values that this rank got from another.
@@ -51,7 +58,8 @@ class Homes:
 
         def send(keys: Sequence[_Key], axis: str, source: int) -> None:
             values = (received[key] if key in received else value(key) for key in keys)
-            received.update(self._send(keys, values, axis, source))
+            facts = _facts([like(key) for key in keys]) if like is not None else None
+            received.update(self._send(keys, values, facts, axis, source))
 
         with without_modes(), torch.no_grad():
             for home in sorted(set(homes.values())):
@@ -67,11 +75,14 @@ class Homes:
         places, rank = self._recipe.places, self._groups.rank
         return next(i for i, other in enumerate(places.line(0, rank)) if places.at(other, place) is not None)
 
-    def _send(self, keys: Sequence[_Key], values: Iterable[Any], axis: str, source: int) -> dict[_Key, Any]:
+    def _send(
+        self, keys: Sequence[_Key], values: Iterable[Any], facts: Sequence[Any] | None, axis: str, source: int
+    ) -> dict[_Key, Any]:
         """Sends values from one rank of an axis to the others. Returns those that this rank got.
 
         Args:
             values: for each key, on the source. They are made if they are sent.
+            facts: the values, with ``_TensorFacts`` in place of tensors; None: only the source knows them.
             axis: ``pp`` or ``tp``.
         """
         if axis not in self._groups.hosts:  # it has one rank
@@ -81,9 +92,11 @@ class Homes:
         is_source = source == (self._groups.pp_rank if on_pp else self._groups.tp_rank)
         sent = [_to_send(value) for value in values] if is_source else []
         tensors = [leaf for leaf in pytree.tree_leaves(sent) if isinstance(leaf, Tensor)]
-        holder: list[Any] = [pytree.tree_map_only(Tensor, lambda t: _TensorFacts(t.shape, t.dtype), sent)]
-        dist.broadcast_object_list(holder, group=self._groups.hosts[axis], group_src=source)
-        nbytes = [leaf.nbytes for leaf in pytree.tree_leaves(holder) if isinstance(leaf, _TensorFacts)]
+        if facts is None:
+            holder = [_facts(sent)]
+            dist.broadcast_object_list(holder, group=self._groups.hosts[axis], group_src=source)
+            facts = holder[0]
+        nbytes = [leaf.nbytes for leaf in pytree.tree_leaves(facts) if isinstance(leaf, _TensorFacts)]
         elements = torch.empty(sum(nbytes), dtype=torch.uint8, device=self._groups.device)
         if tensors:
             torch.cat([as_bytes(t).to(elements.device) for t in tensors], out=elements)
@@ -92,7 +105,7 @@ class Homes:
         if is_source:
             return {}
         parts = iter(elements.split(nbytes))
-        received = pytree.tree_map_only(_TensorFacts, lambda facts: facts.filled(next(parts)), holder[0])
+        received = pytree.tree_map_only(_TensorFacts, lambda tensor: tensor.filled(next(parts)), facts)
         return {key: item for key, item in zip(keys, received, strict=True) if not isinstance(item, _Unsent)}
 
 
@@ -102,6 +115,11 @@ def _to_send(value: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     plain = all(type(t) is Tensor and t.layout is torch.strided and not t.is_meta for t in tensors)
     return value if plain and all(isinstance(x, Tensor) or is_constant(x) for x in leaves) else _Unsent()
+
+
+def _facts(values: Sequence[Any]) -> Any:
+    """Values with ``_TensorFacts`` in place of their tensors."""
+    return pytree.tree_map_only(Tensor, lambda t: _TensorFacts(t.shape, t.dtype), values)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,9 @@ class Programs:
         lengths, programs = zip(*points, strict=True)
         first = programs[0]
         same_crossing = all((p.crossing.values, p.writes) == (first.crossing.values, first.writes) for p in programs)
-        if not same_crossing or self._recipe.branches:
+        # A tensor that follows from the batch alone and is left in an argument has no value, whose size would be known.
+        unknown = any(None in change.values for change in first.graph.left_changes)
+        if not same_crossing or unknown or self._recipe.branches:
             return None
         graph_for = graphs_between(lengths, [program.graph for program in programs])
         if graph_for is None:
@@ -278,7 +280,7 @@ def _unrepeatable() -> PlanError:
         "this call",
         where="job(...)",
         given="a forward that changes an object among its arguments in a way that cannot be repeated on other ranks",
-        required="over pp or branches: lists that it appends to, dicts, and attributes of plain objects",
+        required="over pp or branches: new items of lists (none removed) and dicts, and attributes of plain objects",
         fix="return what the forward leaves there",
     )
 

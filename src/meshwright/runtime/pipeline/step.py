@@ -168,13 +168,13 @@ class PipelineStep:
             ) from error
 
     def end(self) -> None:
-        """Call after the last action: waits for all sends, and shares writes to the batch."""
+        """Call after the last action: waits for all sends, and shares what forwards changed in the batch."""
         self._transfers.end()
         self._generators.end()
         for m, program in enumerate(self.programs):
             if program.writes:
                 self._share_writes(program, m)
-            if program.graph.left_changes:
+            if program.graph.left_changes and not self._trying:  # nobody reads the batches of a trial
                 self._share_changes(program, m)
         self._written.clear()
         if self._stages.branching is not None:
@@ -183,16 +183,16 @@ class PipelineStep:
 
     def _share_changes(self, program: Program, m: int) -> None:
         """Changes containers and objects of a microbatch as the forward changed copies of them, on all ranks."""
-        changes = program.graph.left_changes
-        received = self._sharing.share({m: Home(len(program.crossing.cuts), 0)}, lambda m: self._left.get(m, []))
-        left = received.get(m, self._left.pop(m, []))
-        if not left:  # the last stage of a trial has failed
-            return
-        memo = {
-            id(recorded): t
-            for change, tensors in zip(changes, left, strict=True)
-            for recorded, t in zip(tensors_of(change.items), tensors, strict=True)
-        }
+        graph, changes, home = program.graph, program.graph.left_changes, Home(len(program.crossing.cuts), 0)
+        recorded = [tensors_of(change.items) for change in changes]
+        like = [
+            [t if n is None else graph.like(n, t) for n, t in zip(change.values, tensors, strict=True)]
+            for change, tensors in zip(changes, recorded, strict=True)
+        ]
+        received = self._sharing.share({m: home}, lambda m: self._left[m], like=lambda m: like)
+        left = received[m] if m in received else self._left[m]
+        memo = {id(t): ours for tensors, own in zip(recorded, left, strict=True)
+                for t, ours in zip(tensors, own, strict=True)}  # fmt: skip
         batch = self._microbatches.batches[m]
         make_changes(changes, batch if self._loss is None else arguments_of(batch), memo)
 
@@ -206,7 +206,7 @@ class PipelineStep:
                 t = t.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
             return t
 
-        received = self._sharing.share(program.writes, written)
+        received = self._sharing.share(program.writes, written, like=lambda i: tensors[i])
         with torch.no_grad():
             for i in program.writes:
                 tensors[i].copy_(received[i] if i in received else written(i))
