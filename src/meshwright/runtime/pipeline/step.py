@@ -171,10 +171,11 @@ class PipelineStep:
         """Call after the last action: waits for all sends, and shares what forwards changed in the batch."""
         self._transfers.end()
         self._generators.end()
-        for m, program in enumerate(self.programs):
+        # Nobody reads the batches of a trial, and its copies may be in a wider type than they are.
+        for m, program in enumerate(() if self._trying else self.programs):
             if program.writes:
                 self._share_writes(program, m)
-            if program.graph.left_changes and not self._trying:  # nobody reads the batches of a trial
+            if program.graph.left_changes:
                 self._share_changes(program, m)
         self._written.clear()
         if self._stages.branching is not None:
