@@ -212,6 +212,7 @@ class LocalPrograms:
     ) -> Any:
         """Runs the block's forward eagerly, records it, and returns its result."""
         self._thread = threading.get_ident()
+        items, structure = pytree.tree_flatten((args, kwargs))
         try:
             result = begun.recording.run(self._model, block.forward, args, kwargs)
         finally:
@@ -223,6 +224,9 @@ class LocalPrograms:
                     a is not b for a, b in zip(begun.tensors, block.tensors(), strict=True)
                 ):
                     raise Refused("it changes what its modules keep")
+                items_after, structure_after = pytree.tree_flatten((args, kwargs))
+                if structure_after != structure or not all(map(_unchanged, items, items_after)):
+                    raise Refused("it changes a list or dict that it is given")
                 self._keep(block, begun.key, begun.variant, program, begun.recording.recorder)
             except (Refused, Incomparable) as why:
                 block.refusal = str(why)
@@ -279,6 +283,11 @@ class LocalPrograms:
             except NotCompiled as why:
                 self._uncompiled[block.name] = str(why)
         return overlapping(program)
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    """Whether an item of an argument is the same tensor, or an equal constant."""
+    return before is after or (not isinstance(before, Tensor) and type(before) is type(after) and before == after)
 
 
 _SMALL = "it is too small to gain by one"
