@@ -30,7 +30,7 @@ from torch.fx import Graph
 from torch.fx import Node as Call
 from torch.nn import functional
 
-from meshwright.private import autocast_is_on, saved_tensors_are_hooked, without_modes
+from meshwright.private import autocast_is_on, saved_tensors_are_hooked, storage_of, without_modes
 from meshwright.replay.nodes import MoveCall
 from meshwright.replay.program import Expected, Function, LocalProgram, compiled
 from meshwright.replay.recorder import UnnamedFunction
@@ -81,8 +81,8 @@ class Products:
 
     def __call__(self, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
         if x.requires_grad and torch.is_grad_enabled():
-            together: tuple[Tensor, ...] = self._apply(x, self, *operands)
-            return together
+            moved, _, *results = self._apply(x, self, *operands)
+            return moved, *results
         moved = self.move(x)
         return moved, *(product(moved, *of_product) for product, of_product in self.pairs(operands))
 
@@ -96,27 +96,37 @@ class _Products(AutogradFunction):
     # The arguments of forward and backward are fixed by torch; the context is untyped there.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, products: Products, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, products: Products, *operands: Tensor) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.products, move = products, products.move
         moved = move.function.compute(x, move.axis, *move.options)
+        ctx.shape = moved.shape
+        # If rows are not contiguous, torch multiplies a copy of them and saves it: the model may write to the tensor itself.
+        # The copy is a result, as only inputs and results can be differentiated twice.
+        rows = moved.reshape(-1, moved.shape[-1])
+        copy = None if storage_of(rows) == storage_of(moved) else rows
         pairs = products.pairs(operands)
-        ctx.save_for_backward(moved, *(weight for _, (weight, _) in pairs))
+        ctx.save_for_backward(moved if copy is None else copy, *(weight for _, (weight, _) in pairs))
         results = [product(moved, *of_product) for product, of_product in pairs]
         # Not views, which a model could not write to.
-        return moved, *(y.detach() if y._is_view() else y for y in results)
+        return moved, copy, *(y.detach() if y._is_view() else y for y in results)
 
     @staticmethod
-    def backward(ctx: Any, g_moved: Tensor | None, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
-        moved, *weights = ctx.saved_tensors
+    def backward(
+        ctx: Any, g_moved: Tensor | None, g_copy: Tensor | None, *gs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        saved, *weights = ctx.saved_tensors
         products = ctx.products
         with without_modes():
+            if g_copy is not None:
+                g_copy = g_copy.view(ctx.shape)
+                g_moved = g_copy if g_moved is None else g_moved + g_copy
             flat = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gs]
-            total = _summed(products.products, moved, weights, g_moved, flat)
+            total = _summed(products.products, ctx.shape, weights, g_moved, flat)
             if total is None:
                 return (None,) * len(ctx.needs_input_grad)
             finish = _begun(products.move, total)
-            rows, of_operands = moved.reshape(-1, moved.shape[-1]), list[Tensor | None]()
+            rows, of_operands = saved.reshape(-1, saved.shape[-1]), list[Tensor | None]()
             wanted = iter(ctx.needs_input_grad[2:])
             for product, g in zip(products.products, flat, strict=True):
                 of_operands.append(product.weight_gradient(g, rows) if next(wanted) and g is not None else None)
@@ -126,11 +136,12 @@ class _Products(AutogradFunction):
 
 
 def _summed(
-    products: Sequence[Product], moved: Tensor, weights: Sequence[Tensor], others: Tensor | None, gs: Sequence[Any]
+    products: Sequence[Product], shape: torch.Size, weights: Sequence[Tensor], others: Tensor | None, gs: Sequence[Any]
 ) -> Tensor | None:
     """The sum of the gradients of the moved tensor on this rank, in memory of its own; None if there are none.
 
     Args:
+        shape: of the moved tensor.
         others: the gradient from other uses of the moved tensor.
         gs: the gradient of each product, in two dims.
     """
@@ -145,7 +156,7 @@ def _summed(
             total = total + part if torch.is_grad_enabled() else total.add_(part)
     if total is None:
         return None if others is None else others.clone()
-    return total.view(moved.shape)
+    return total.view(shape)
 
 
 def _begun(move: MoveCall, total: Tensor) -> Finish:
