@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.graph import ROOT, Call, ModelGraph
@@ -63,6 +63,7 @@ class StageProgram:
         rank_places: the places to which the rank belongs.
         streams: module → the stream of this rank on which it runs, concurrently with others.
         whole_output: whether everything that the model returns is needed.
+        batch_writes: positions of events that write to tensors of the batch.
 
     Attributes:
         start, stop: the events of the stage, ``start <= position < stop``.
@@ -89,6 +90,7 @@ class StageProgram:
         *,
         streams: Mapping[str, int] | None = None,
         whole_output: bool = False,
+        batch_writes: Iterable[int] = (),
     ) -> None:
         ends = [0, *crossing.cuts, len(graph.events)]
         self.graph, self.stage, self.cuts, self.branches = graph, stage, crossing.cuts, places
@@ -109,7 +111,7 @@ class StageProgram:
         self.branch_only = frozenset(n for move in self.forks_and_joins if isinstance(move, Join) for n in move.takers)
         self.shared_draws = self._find_shared_draws(placed or {})
         self.other_stage_draws = self._find_other_stage_draws()
-        self.last_change = self._last_change()
+        self.last_change = self._last_change(batch_writes)
         self.treatments = {path: self._treatment(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: (stream, self._first_use(call))
@@ -141,14 +143,14 @@ class StageProgram:
         )
         return frozenset(p for positions in shared_draws for p in positions if not self.start <= p < self.stop)
 
-    def _last_change(self) -> int:
+    def _last_change(self, batch_writes: Iterable[int]) -> int:
         """The last event of this stage that changes what lasts beyond the forward; -1 if there is none.
 
         The stage of an event changes what modules keep for the next forward, and parameters that are written. Every stage
         changes Python's constants. A hook on a gradient belongs to the stage that makes the value.
         """
         graph = self.graph
-        lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening)
+        lasting = (*graph.changes.values(), *graph.parameter_writes.values(), *graph.listening, *batch_writes)
         changes = [p for p in lasting if self.start <= p < self.stop]
         end = [len(graph.events)] if graph.draws_held else []  # Python may draw after the last event too
         return max([*changes, *graph.repeated.values(), *self.other_stage_draws, *end], default=-1)

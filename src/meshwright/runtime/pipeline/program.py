@@ -181,9 +181,9 @@ class Programs:
 
     def _recorded(
         self, batch: Any, call: Call, loss: Loss | None, evaluating: Evaluating, *, grad: bool
-    ) -> tuple[ModelGraph, dict[int, int]]:
-        """The graph of a forward, and the tensors of the batch that it writes to: index → position of the first write that is
-        an event; the end if none is, as writes that follow from the batch alone are every stage's."""
+    ) -> tuple[ModelGraph, dict[int, tuple[int, ...]]]:
+        """The graph of a forward, and the tensors of the batch that it writes to: index → the positions of the events that do
+        so, or make views; the end if none does, as writes that follow from the batch alone are every stage's."""
         runs: list[tuple[list[Tensor], list[int | None]]] = []
 
         def run(model: nn.Module) -> Any:
@@ -195,12 +195,12 @@ class Programs:
         with random_numbers_kept():
             graph = self.replanner.graph(run, grad=grad, evaluating=evaluating, switches=self._switches.common[1])
         # After the recording: within it, reading values would count as a read of the forward.
-        writes: dict[int, int] = {}
+        writes: dict[int, tuple[int, ...]] = {}
         for clone, before in runs:
             for i in changed_tensors(clone, batch, before):
                 memory = storage_of(clone[i])
-                values = (value.position for value in graph.values if value.storage == memory)
-                writes[i] = min(values, default=writes.get(i, len(graph.events)))
+                positions = {value.position for value in graph.values if value.storage == memory}
+                writes[i] = tuple(sorted(positions)) or writes.get(i, (len(graph.events),))
         return graph, dict(sorted(writes.items()))
 
     def _deciding(self, graph: ModelGraph, batch: Any) -> frozenset[int] | None:
@@ -233,7 +233,7 @@ class Programs:
 
         return between
 
-    def _program(self, graph: ModelGraph, writes: Mapping[int, int], whole_output: bool) -> Program:
+    def _program(self, graph: ModelGraph, writes: Mapping[int, tuple[int, ...]], whole_output: bool) -> Program:
         """Divides a recorded forward into stages, and compares the result with other ranks. Collective."""
         recipe, cuts = self._recipe, graph.cuts
         if cuts is None:
@@ -246,13 +246,21 @@ class Programs:
         branch_facts = () if self._rank_places is None else (recipe.placed, recipe.places, self._rank_places)
         streams = dict(recipe.streams) if self._streamed else None
         stages = {
-            s: StageProgram(graph, crossing, s, *branch_facts, streams=streams, whole_output=whole_output)
+            s: StageProgram(
+                graph,
+                crossing,
+                s,
+                *branch_facts,
+                streams=streams,
+                whole_output=whole_output,
+                batch_writes=sum(writes.values(), ()),
+            )
             for s in self._stages
         }
         followed = graph.followed or graph
         changed: dict[Slot, tuple[int, ...]] = {slot: (position,) for slot, position in followed.changes.items()}
         changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
-        homes = _homes(graph, cuts, recipe, {i: (position,) for i, position in writes.items()})
+        homes = _homes(graph, cuts, recipe, writes)
         program = Program(graph, crossing, stages, homes, _homes(followed, cuts, recipe, changed))
         self._agree(program.digest)
         return program
