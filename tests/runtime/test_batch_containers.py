@@ -87,8 +87,21 @@ class Recurrent(nn.Module):
         state["mean"] = h.detach().mean(0)
         return x
 
+    def averages(self, cell: Any, x: Tensor, state: dict[str, Any], i: int) -> Tensor:
+        """Of all rows, which only the next step shows."""
+        x, h = cell(x, state[f"mean{i}"].expand_as(x) / state["rows"])
+        state[f"mean{i}"] = h.detach().mean(0)
+        state["rows"] = len(x) if i == DEPTH - 1 else state["rows"]
+        return x
 
-KINDS = ("items", "popped", "written", "grows", "counts", "attributes", "means")
+    def sums(self, cell: Any, x: Tensor, state: list[Tensor], i: int) -> Tensor:
+        """Of all rows, in place."""
+        x, h = cell(x, state[i].expand_as(x).clone())
+        state[i].mul_(0.5).add_(h.detach().sum(0))
+        return x
+
+
+KINDS = ("items", "popped", "written", "grows", "counts", "attributes", "means", "averages", "sums")
 
 
 def first_state(kind: str, rows: int) -> Any:
@@ -96,6 +109,8 @@ def first_state(kind: str, rows: int) -> Any:
     return {
         "items": dict(enumerate(zeros)), "popped": zeros, "written": zeros, "grows": [], "attributes": State(),
         "counts": {"h": zeros[0], "n": 0}, "means": {"mean": torch.zeros(WIDTH, dtype=torch.float64)},
+        "averages": {"rows": 1, **{f"mean{i}": torch.zeros(WIDTH, dtype=torch.float64) for i in range(DEPTH)}},
+        "sums": [torch.zeros(WIDTH, dtype=torch.float64) for i in range(DEPTH)],
     }[kind]  # fmt: skip
 
 
@@ -131,6 +146,9 @@ OFTEN = {
     ("grows", "pp=2"),
     ("attributes", "dp_shard=2"),
     ("means", "whole"),
+    ("averages", "dp_shard=2"),
+    ("averages", "pp=2"),
+    ("sums", "microbatches"),
     ("items", "tp=2"),
 }
 
@@ -200,8 +218,13 @@ class LeavesTheMean(nn.Module):
 
 
 def test_what_microbatches_leave_otherwise_is_told() -> None:
-    job = mw.parallelize(LeavesTheMean, {"mesh": "dp_shard=1", "microbatches": 2}, batch={**batches()[0], "log": {}})
     batch = {name: t.float() for name, t in batches()[0].items()}
+    plan = {"mesh": "dp_shard=1", "microbatches": 2}
+    job, log = mw.parallelize(LeavesTheMean, plan, batch={**batch, "log": {}}), dict[str, Tensor]()
+    job.step({**batch, "log": log})
+    assert log["mean"].shape == (WIDTH,)
+    assert any("what it leaves in the batch" in note for note in job.notes), job.notes
+    job = mw.parallelize(LeavesTheMean, {**plan, "rows": "split"}, batch={**batch, "log": {}})
     with pytest.raises(RuntimeError, match="a tensor without rows"):
         job.step({**batch, "log": {}})
 
@@ -234,3 +257,21 @@ def test_a_check_gives_both_sides_what_a_forward_left(kind: str, plan: str, work
     batch = {**batches()[0], "state": first_state(kind, ROWS)}
     report = mw.check(lambda: Recurrent(kind), batch, PLANS[plan], steps=2, workers=workers)
     assert report.passed, str(report)
+
+
+def test_a_batch_has_its_gradients_beside_a_list_that_grows() -> None:
+    torch.manual_seed(0)
+    model, states = Recurrent("grows"), list[list[Tensor]]([[], []])
+    given = [{name: t.float().requires_grad_(name == "x") for name, t in batches()[0].items()} for _ in range(2)]
+    model(**given[0], state=states[0])["loss"].backward()
+    plan = {"mesh": "dp_shard=1", "microbatches": 2}
+    job = mw.parallelize(
+        lambda: Recurrent("grows"),
+        plan,
+        batch={**given[1], "state": []},
+        transform=lambda name, p: model.get_parameter(name),
+    )
+    job.step({**given[1], "state": states[1]})
+    torch.testing.assert_close(given[1]["x"].grad, given[0]["x"].grad)
+    for here, there in zip(states[1], states[0], strict=True):
+        torch.testing.assert_close(here, there)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import Evaluating
 from meshwright.generators import Generators
-from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Trial
-from meshwright.runtime.coupling.paths import ReadLog, ReadLogger
+from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Results, Trial
+from meshwright.runtime.coupling.paths import ReadLogger
 from meshwright.runtime.coupling.row_scaling import line_beyond
 from meshwright.runtime.coupling.trial import MOST_ROWS, Verdict, combine_as, error_text, how_rows_combine
 from meshwright.runtime.rows.batch import joined
@@ -192,10 +192,8 @@ class RowTrials:
             in_parts=runner.pipeline is not None,
         )
 
-    def _losses(
-        self, pieces: list[Any], way: str, trial: Trial, wide: bool
-    ) -> tuple[list[float], list[float], list[ReadLog]]:
-        """Runs some pieces of a batch for a trial. Returns for each piece its loss, its weight, and the reads of its values.
+    def _losses(self, pieces: list[Any], way: str, trial: Trial, wide: bool) -> Results:
+        """Runs some pieces of a batch for a trial.
 
         Raises:
             Exception: on every rank: an error of the model.
@@ -206,12 +204,14 @@ class RowTrials:
                 self._runner.executor.record(piece)
         except UncutPathError as error:  # on every rank
             raise ForwardError(str(error)) from error
-        losses, reads = [], [ReadLogger(numbers=True) for _ in pieces]
+        results, reads = Results(weights=weights), [ReadLogger(numbers=True) for _ in pieces]
         failures: list[Exception] = []
         for piece, mean_factors, read in zip(pieces, factors, reads, strict=True):
             try:
                 with trial():
-                    losses.append(self._runner.loss_alone(piece, mean_factors, read.on, wide=wide))
+                    loss, left = self._runner.loss_alone(piece, mean_factors, read.on, wide=wide)
+                results.losses.append(loss)
+                results.left.append(left)
             except StageError:
                 raise
             except Exception as error:
@@ -220,7 +220,8 @@ class RowTrials:
                 failures.append(error)  # maybe on this rank alone: the others wait for it in the next forward
         if self._runner.pipeline is not None:
             self._raise_on_all(failures)
-        return losses, weights, [read.log for read in reads]
+        results.reads = [read.log for read in reads]
+        return results
 
     def _raise_on_all(self, failures: list[Exception]) -> None:
         """Raises an error on every rank, if some rank has one. Collective."""

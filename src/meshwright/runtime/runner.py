@@ -18,6 +18,7 @@ from meshwright.runtime.pipeline.executor import Executor
 from meshwright.runtime.pipeline.program import Programs
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.batch import copied
+from meshwright.runtime.rows.containers import BatchWatch, Left
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.loss_weights import MeanFactors
 from meshwright.runtime.rows.microbatches import Microbatches
@@ -26,6 +27,7 @@ from meshwright.runtime.weights.parameters import CurrentParameters
 from meshwright.runtime.weights.placed_model import PlacedModel
 from meshwright.runtime.weights.step_gradients import StepGradients
 from meshwright.runtime.weights.unused import UnusedParameters
+from meshwright.spmd.dispatcher import full_tensor
 from meshwright.watch.timer import CommunicationTimer
 
 
@@ -130,13 +132,16 @@ class Runner:
 
     def loss_alone(
         self, batch: Any, factors: MeanFactors | None, forward_context: ForwardContext, *, wide: bool
-    ) -> float:
-        """The loss of a copy of a batch in one forward of a trial, on every rank.
+    ) -> tuple[float, Left]:
+        """One forward of a trial with a copy of a batch.
 
         Args:
             factors: for the means of the batch.
             forward_context: a context around the forward of a stage and microbatch.
             wide: whether the forward computes in float64.
+
+        Returns:
+            (the loss, on every rank; what the forward has left in the batch, on ranks of the last stage).
 
         Raises:
             Exception: an error of the model on this rank. Other ranks may have none.
@@ -145,6 +150,7 @@ class Runner:
         # types.
         with nullcontext() if self.pipeline is None else without_modes():
             microbatches = Microbatches([copied(batch)], [1.0], [factors])
+            watch = BatchWatch(microbatches.batches[0])
         losses, failure = list[Tensor](), None
         try:
             with self.executor.trying(wide=wide):
@@ -159,9 +165,11 @@ class Runner:
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:
                 dist.all_reduce(value, group=self.groups.hosts["pp"])
+            left = None if failure is not None else watch.left(full_tensor)
         if failure is not None:
             raise failure
-        return float(value)
+        assert left is not None
+        return float(value), left
 
     def unfrozen(self) -> list[str]:
         """The parameters of this rank that were frozen when parts of forwards were planned, and are trained now."""

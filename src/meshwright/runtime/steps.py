@@ -38,7 +38,7 @@ from meshwright.runtime.rows.batch import (
 from meshwright.runtime.rows.collectives import write_back
 from meshwright.runtime.rows.containers import NOTE as CONTAINER_NOTE
 from meshwright.runtime.rows.containers import BatchContainers, has_containers
-from meshwright.runtime.rows.input_gradients import give_gradients, with_leaves
+from meshwright.runtime.rows.input_gradients import InputGradients, with_leaves
 from meshwright.runtime.rows.microbatches import Microbatches, NoticeError, rows_of
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.step_agreement import Notice, StepAgreement
@@ -124,7 +124,10 @@ class Steps:
         """Returns (the scaled losses of this rank's microbatches, the loss of the batch). ``given``: the caller's batch."""
         runner, division = self._runner, self._division
         batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
+        gradients, as_given = InputGradients(given, batch, microbatches), microbatches
         containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
+        if containers is not None:
+            as_given = microbatches.with_other_containers()
         with self._guard.watching(self.number) if guarded else nullcontext():
             losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
         if microbatches.first_row is not None:
@@ -133,10 +136,10 @@ class Steps:
             repeated = containers.give_back(given, rows_of(batch), microbatches.first_row, full_tensor)
             self._container_note = self._container_note if repeated else CONTAINER_NOTE
         if backward and not runner.recipe.branches:
-            give_gradients(given, batch, microbatches, runner.groups)
+            gradients.give(runner.groups)
         runner.settle_modules()
         runner.switches.note()
-        return losses, division.loss(losses, microbatches)
+        return losses, division.loss(losses, as_given)
 
     def _begin(self, batch: Any, method: str) -> tuple[Any, Microbatches]:
         """Prepares a step. Collective over all ranks.

@@ -28,6 +28,7 @@ from meshwright.runtime.coupling.saved_tensors import without_hooks, written_aft
 from meshwright.runtime.coupling.trial_forward import DrawnNumbers, GradientsAskedError, TrialForward
 from meshwright.runtime.coupling.trial_state import Slot, restored_afterwards
 from meshwright.runtime.rows.batch import doubled, reversed_rows
+from meshwright.runtime.rows.containers import Left
 from meshwright.runtime.rows.loss_weights import MEAN
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.runtime.weights.parameters import local_tensor
@@ -41,7 +42,7 @@ _TOLERANCE = {torch.float64: (1e-12, 1e-7), torch.float32: (2e-5, 1e-3)}
 _HALF = (2e-2, 2e-2)
 
 Trial = Callable[[], AbstractContextManager[None]]
-Losses = Callable[[list[Any], str, Trial, bool], tuple[list[float], list[float], list[ReadLog]]]
+Losses = Callable[[list[Any], str, Trial, bool], "Results"]
 Agreed = Callable[[int], tuple[int, int]]
 
 
@@ -53,8 +54,8 @@ class Forwards:
         model: the model.
         random: the generators from which a forward may draw.
         changed: the buffers and parameters that a forward may write.
-        losses: (pieces of a batch, how they combine, a context for each forward, whether it computes in float64) → (the loss of
-            each piece, the weight of each, the log of values that Python read in each).
+        losses: (pieces of a batch, how they combine, a context for each forward, whether it computes in float64) → the results,
+            without the final state of modules.
         agreed: a number → (its minimum, its maximum) over all ranks.
         in_parts: whether a forward is run in stages or branches, which keep their autograd graphs.
     """
@@ -106,6 +107,7 @@ class Results:
         weights: the weights of the pieces in the mean.
         final_slots: the buffers and written parameters after the forward.
         reads: the values that Python read.
+        left: what the forward has left in the batch.
         final_attributes: the plain attributes of modules that the forward changed, with their values after it.
     """
 
@@ -113,6 +115,7 @@ class Results:
     weights: list[float] = field(default_factory=list)
     final_slots: list[list[Tensor]] = field(default_factory=list)
     reads: list[ReadLog] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
     final_attributes: list[dict[Name, Any]] = field(default_factory=list)
 
 
@@ -133,6 +136,7 @@ class Attempt:
 
     Attributes:
         outside: the model's line at which a number of all rows lies outside of the range of those of the parts; or empty.
+        left_differs: whether what the forward of all rows leaves in the batch is not what those of the parts leave.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class Attempt:
         self._rows, self._count = rows, rows_of(rows)
         # Uneven, as even halves may be equal by chance.
         self._first = first or self._count // 2 - (self._count > 5)
-        self.outside = ""
+        self.outside, self.left_differs = "", False
         self._forwards, self._computing = forwards, computing
         self._tolerance, self._largest = _TOLERANCE.get(computing.dtype, _HALF)
         of_all = of_all or ForwardOfAll(Results(), DrawnNumbers(self._count))
@@ -277,7 +281,7 @@ class Attempt:
     def _loss_after(self, begin: Mapping[Name, Any]) -> float:
         """The loss of all rows in a forward that begins with these values of attributes."""
         trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
-        return self._losses([self._rows], MEAN, trial)[0][0]
+        return self._losses([self._rows], MEAN, trial).losses[0]
 
     def _try_all(self) -> None:
         if not self._of_all.losses:
@@ -309,12 +313,12 @@ class Attempt:
         return 8 * min(noise, abs(other - loss) / max(1.0, abs(loss)))
 
     def _outcome(self, spans: list[tuple[int, int]], pieces: list[Any], way: str, numbers: DrawnNumbers) -> Results:
-        results = Results()
-        trials = (self._trial(TrialForward(numbers, *span), results) for span in spans)
-        results.losses, results.weights, results.reads = self._losses(pieces, way, partial(next, trials))
-        return results
+        final = Results()
+        trials = (self._trial(TrialForward(numbers, *span), final) for span in spans)
+        results = self._losses(pieces, way, partial(next, trials))
+        return replace(results, final_slots=final.final_slots, final_attributes=final.final_attributes)
 
-    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> tuple[list[float], list[float], list[ReadLog]]:
+    def _losses(self, pieces: list[Any], way: str, trial: Trial) -> Results:
         return self._forwards.losses(pieces, way, trial, self._computing.wide)
 
     @contextmanager
@@ -348,7 +352,8 @@ class Attempt:
         if any(not _close(a, b, tolerance) for a, b in zip(of_all.final_slots[0], parts.final_slots[0], strict=True)):
             return False  # a buffer after the forward (a running mean) depends on its rows
         self.outside = outside_of_parts(of_all.reads[0], parts.reads)
-        if self.outside:
+        self.left_differs = not of_all.left[0].is_joined(parts.left, _close_in_their_types)
+        if self.outside or self.left_differs:
             return False
         together = sum(w * x for w, x in zip(parts.weights, parts.losses, strict=True))
         return abs(of_all.losses[0] - together) <= tolerance * max(1.0, abs(of_all.losses[0]))
@@ -370,6 +375,12 @@ def graph_alone() -> Iterator[None]:
     hooks = saved_tensors_hooks(lambda t: None, unpack)
     with torch.enable_grad(), hooks, transformed_functions(partial(without_hooks, hooks)):
         yield
+
+
+def _close_in_their_types(a: Tensor, b: Tensor) -> bool:
+    """``_close`` for tensors of a batch, of which a trial may compute some in a wider type."""
+    narrow, wide = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize), torch.promote_types(a.dtype, b.dtype)
+    return _close(a.to(wide), b.to(wide), _TOLERANCE.get(narrow, _HALF)[0])
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -109,7 +109,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
     if kind != COUPLED and not _also_otherwise(kind, attempt, forwards):
         kind = COUPLED
     if kind == COUPLED:
-        return Verdict(kind, _acts(attempt.outside))
+        left_differs = agreed(attempt.left_differs)[1] and not attempt.outside
+        return Verdict(kind, _LEFT if left_differs else _acts(attempt.outside))
     if (why := _acts_unseen(rows, kind, forwards, first)) is not None:
         return Verdict(COUPLED, why)
     if single:
@@ -140,6 +141,11 @@ def _with_other_integers(attempt: Attempt, count: int) -> Attempt | None:
     few = 2 * count <= MOST_ROWS
     others = other_integers(*((doubled(attempt.rows, count), 2 * count) if few else (attempt.rows, count)))
     return None if others is None else attempt.of(others, Alternating, first=0 if few else None)
+
+
+_LEFT = (
+    "what it leaves in the batch (in a list, dict or object, or in place) is not made of what it leaves for some rows"
+)
 
 
 def _acts(line: str) -> str:

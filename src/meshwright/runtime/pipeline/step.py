@@ -171,8 +171,7 @@ class PipelineStep:
         """Call after the last action: waits for all sends, and shares what forwards changed in the batch."""
         self._transfers.end()
         self._generators.end()
-        # Nobody reads the batches of a trial, and its copies may be in a wider type than they are.
-        for m, program in enumerate(() if self._trying else self.programs):
+        for m, program in enumerate(self.programs):
             if program.writes:
                 self._share_writes(program, m)
             if program.graph.left_changes:
@@ -190,8 +189,13 @@ class PipelineStep:
             [t if n is None else graph.like(n, t) for n, t in zip(change.values, tensors, strict=True)]
             for change, tensors in zip(changes, recorded, strict=True)
         ]
-        received = self._sharing.share({m: home}, lambda m: self._left[m], like=lambda m: like)
-        left = received[m] if m in received else self._left[m]
+        if self._trying:  # only the ranks that made the changes are asked
+            left = self._left.get(m)
+            if left is None:
+                return
+        else:
+            received = self._sharing.share({m: home}, lambda m: self._left[m], like=lambda m: like)
+            left = received[m] if m in received else self._left[m]
         memo = {id(t): ours for tensors, own in zip(recorded, left, strict=True)
                 for t, ours in zip(tensors, own, strict=True)}  # fmt: skip
         batch = self._microbatches.batches[m]
@@ -207,7 +211,8 @@ class PipelineStep:
                 t = t.as_strided(tensors[i].shape, torch.empty_like(tensors[i]).stride(), 0)
             return t
 
-        received = self._sharing.share(program.writes, written, like=lambda i: tensors[i])
+        # In a trial only the ranks that wrote are asked, and their copies may be in a wider type.
+        received = {} if self._trying else self._sharing.share(program.writes, written, like=lambda i: tensors[i])
         with torch.no_grad():
             for i in program.writes:
                 tensors[i].copy_(received[i] if i in received else written(i))

@@ -8,16 +8,17 @@ the caller's batch ── rows ──► microbatches, each in containers of its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.calls.changes import Holders, before_of, make_changes
+from meshwright.calls.changes import Holders, before_of, make_changes, map_changed
 from meshwright.calls.structure import PLAIN, is_constant, tensors_of
 from meshwright.graph import Change
-from meshwright.private import pytree
-from meshwright.runtime.rows.batch import has_rows, tensors_in
+from meshwright.private import pytree, version
+from meshwright.runtime.rows.batch import has_rows, tensors_in, versions
 from meshwright.runtime.rows.microbatches import arguments_of, rows_of
 
 NOTE = (
@@ -57,6 +58,8 @@ class BatchContainers:
         """
         arguments = arguments_of(batch)
         if self._are_those_of(arguments):
+            for change in self._holders[0].changes(_no_number, ())[0]:
+                map_changed(full, change, arguments)
             return True
         found = [holders.changes(_no_number, ()) for holders in self._holders]
         if not all(repeatable for *_, repeatable in found):
@@ -107,6 +110,48 @@ class BatchContainers:
         if any(t.shape != pieces[0].shape or not torch.equal(t, pieces[0]) for t in pieces):
             raise _do_not_fit("a tensor without rows (dim 0) with other values than in the others")
         return pieces[0]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a forward has left in a batch.
+
+    Attributes:
+        rows: the number of rows of the batch.
+        form: what has changed in containers and objects, without tensors.
+        tensors: the tensors that it put there; and those of the batch to which it has written.
+    """
+
+    rows: int
+    form: Any
+    tensors: list[Tensor]
+
+    def is_joined(self, parts: Sequence[Left], close: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Whether this, of all rows, is what ``parts`` of the rows have left, joined."""
+        if any(part.form != self.form or len(part.tensors) != len(self.tensors) for part in parts):
+            return False
+        for t, *pieces in zip(self.tensors, *(part.tensors for part in parts), strict=True):
+            divided = all(has_rows(piece, part.rows) for piece, part in zip(pieces, parts, strict=True))
+            if divided and has_rows(t, self.rows):
+                pieces = [torch.cat(pieces)]
+            if not all(close(t, piece) for piece in pieces):
+                return False
+        return True
+
+
+class BatchWatch:
+    """A batch before a forward of a trial."""
+
+    def __init__(self, batch: Any) -> None:
+        self._holders = Holders(arguments_of(batch)) if has_containers(batch) else None
+        self._rows, self._tensors, self._versions = rows_of(batch), tensors_in(batch), versions(batch)
+
+    def left(self, full: Callable[[Tensor], Tensor]) -> Left:
+        """What the forward has left. ``full``: a tensor → the tensor with all elements."""
+        changes = self._holders.changes(_no_number, ())[0] if self._holders is not None else ()
+        tensors = [full(t).detach() for change in changes for t in tensors_of(change.items)]
+        written = (t for t, before in zip(self._tensors, self._versions, strict=True) if version(t) != before)
+        return Left(self._rows, _without_tensors(changes), [*tensors, *written])
 
 
 def has_containers(batch: Any) -> bool:

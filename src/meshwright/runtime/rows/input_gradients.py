@@ -28,28 +28,31 @@ def with_leaves(batch: Any) -> Any:
     return mapped(lambda t: as_leaf(t) if t.requires_grad else t, batch)
 
 
-def give_gradients(given: Any, batch: Any, microbatches: Microbatches, groups: Groups) -> None:
-    """Call after a backward: passes the gradients of a batch on to the caller's tensors. Collective over the stages of a copy
-    of the model, if a tensor requires one. Not for branches, of which each has only its part of such a gradient.
+class InputGradients:
+    """The tensors of a batch that require gradients, before its forwards: these may put others into its containers.
 
     Args:
         given: the caller's batch.
         batch: the same ``with_leaves``.
-        microbatches: what was run of it.
+        microbatches: what is run of it.
     """
-    if not any(t.requires_grad for t in tensors_in(given)):
-        return
-    leaves, rows = tensors_in(batch), rows_of(batch)
-    run = leaves if microbatches.first_row is None else tensors_in(microbatches.batches[0])
-    for theirs, leaf, ours in zip(tensors_in(given), leaves, run, strict=True):
-        if not theirs.requires_grad:
-            continue
-        gradient = _of_all_stages(ours, groups)
-        if gradient is None:
-            continue
-        if microbatches.first_row is not None and has_rows(leaf, rows):
-            gradient = gradient[microbatches.first_row : microbatches.first_row + rows]
-        theirs.backward(gradient)
+
+    def __init__(self, given: Any, batch: Any, microbatches: Microbatches) -> None:
+        theirs, leaves, self._first_row = tensors_in(given), tensors_in(batch), microbatches.first_row
+        run = leaves if self._first_row is None else tensors_in(microbatches.batches[0])
+        self._rows = rows_of(batch)
+        self._tensors = [each for each in zip(theirs, leaves, run, strict=True) if each[0].requires_grad]
+
+    def give(self, groups: Groups) -> None:
+        """Call after a backward: passes the gradients on to the caller's tensors. Collective over the stages of a copy of the
+        model, if a tensor requires one. Not for branches, of which each has only its part of such a gradient."""
+        for theirs, leaf, ours in self._tensors:
+            gradient = _of_all_stages(ours, groups)
+            if gradient is None:
+                continue
+            if self._first_row is not None and has_rows(leaf, self._rows):
+                gradient = gradient[self._first_row : self._first_row + self._rows]
+            theirs.backward(gradient)
 
 
 def _of_all_stages(t: Tensor, groups: Groups) -> Tensor | None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.calls.structure import snapshot
 from meshwright.private import python_body
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
@@ -132,6 +133,10 @@ class Microbatches:
     factors: list[MeanFactors | None]
     first_row: int | None = None
     copies: int = 1
+
+    def with_other_containers(self) -> Microbatches:
+        """The same tensors in other lists, dicts and objects, which stay as they are if a forward changes its own."""
+        return replace(self, batches=[snapshot(batch, lambda t: t) for batch in self.batches])
 
 
 def weigh_microbatches(
