@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "fuzz"))
 
+from idioms import KINDS  # noqa: E402
 from judge import FAILED, Tally, judge  # noqa: E402
 from layouts import LAYOUTS, random_cases  # noqa: E402
 from program import read  # noqa: E402
@@ -37,7 +38,7 @@ def fuzz(layout: str, options: argparse.Namespace, workers: LocalWorkers) -> int
         case = replace(case, rows=(case.rows[0],) * options.steps) if options.steps else case
         if time.monotonic() - begin > options.seconds:
             break
-        if number < options.start:
+        if number < options.start or (options.kind and options.kind not in case.program.kinds):
             continue
         verdict = judged(case.run)
         tally.add(verdict)
@@ -71,6 +72,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--steps", type=int, default=0, help="as many steps of equal rows: recorded programs run from the third on"
+    )
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), metavar="KIND", help="only programs with something of this kind"
     )
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failure small")

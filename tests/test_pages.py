@@ -24,6 +24,7 @@ from meshwright.workers.pool import LocalWorkers
 from pages import PAGES, ROOT, RUN, Block, blocks, commands
 
 WITH_CODE = [page for page in PAGES if any(block.is_run for block in blocks(page.read_text("utf-8")))]
+WIDE = re.compile(r"(?<=\S) {2,}")  # between two columns
 ROUNDING = re.compile(r"\d\.\de-1\d\b")  # an error in the last bits of a float64, which the machine decides
 REASON = re.compile(r"\w.*")
 
@@ -146,9 +147,10 @@ def _told(code: Any, names: dict[str, Any]) -> str:
 
 
 def same(said: str, told: str) -> None:
-    """What a page says is printed is what is printed, but for ``…``, errors of rounding and the ends of lines."""
+    """What a page says is printed is what is printed, but for ``…``, errors of rounding, the ends of lines, and the width of
+    columns, which depends on what stands at a ``…``."""
     want, got = ("\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n" for text in (said, told))
-    want, got = (ROUNDING.sub("…", text) for text in (want, got))
+    want, got = (WIDE.sub("  ", ROUNDING.sub("…", text)) for text in (want, got))
     fits = doctest.OutputChecker().check_output(want.replace("…", "..."), got.replace("…", "..."), doctest.ELLIPSIS)
     assert fits, f"the page says\n{want}\nand this was printed\n{got}"
 

@@ -48,7 +48,7 @@ class Builder:
     ) -> None:
         self.draw, self.allowed, self.classes = draw, kinds, classes
         self.module = nn.Module()
-        self.namespace: dict[str, Any] = {**NAMES, "__name__": "program", "self": self.module, **inputs}
+        self.namespace: dict[str, Any] = {**NAMES, "__name__": "program", "self": self.module, "carried": {}, **inputs}
         self.inputs = inputs
         self.rowed = [n for n, t in inputs.items() if t.is_floating_point()]
         self.plain: list[str] = []

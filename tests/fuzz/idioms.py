@@ -175,6 +175,14 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("$linear(L, L)", "{1}({0})", "{2} + 0.1 if self.training else {2} * {1}.weight.mean()", fits=0),
         _idiom("$frozen(L, L)", "$linear(L, L)", "!if self.training: {1}.weight.detach().lerp_({2}.weight.detach(), 0.1)", "{2}({0})", "{3} if self.training else {1}({3})", fits=0),
     ),
+    "carried": (
+        _idiom("{0} + carried.get('h', 0.0)", "$linear(L, L)({1}).tanh()", "!carried['h'] = {2}.detach()", "{2} * 1.0", ids=True),
+        _idiom("carried.get('last', {0}.detach())", "!carried['last'] = {0}.detach().tanh()", "{0} + 0.5 * {1}", ids=True),
+        _idiom("carried.setdefault('means', [])", "!{1}.append({0}.detach().mean((1, 2)))", "$linear(L, L)({0}) + torch.stack({1}).mean(0)[:, None, None]", ids=True),
+        _idiom("carried.setdefault('sum', torch.zeros_like({0}))", "!{1}.add_({0}.detach())", "$linear(L, K)({0} - 0.1 * {1})", ids=True),
+        _idiom("carried.setdefault('states', [0.0, 0.0])", "!{1}[0] = 0.5 * {1}[0] + {0}.detach()", "$linear(L, L)({0} + {1}[0])", "!{1}[1] = ({1}[1] + {2}.detach()).tanh()", "{2} * (1 + {1}[1])", ids=True),
+        _idiom("!carried['count'] = carried.get('count', 0) + 1", "$linear(L, K)({0}) / carried['count']", ids=True),
+    ),
     "swapped": (
         _idiom("$mlp(L, L)", "{n: p.tanh() for n, p in {1}.named_parameters()}", "torch.func.functional_call({1}, {2}, ({0},))", fits=0),
         _idiom("$mlp(L, L)", "{1}({0})", "torch.func.functional_call({1}, {n: p.detach() * 0.5 for n, p in {1}.named_parameters()}, ({2},)) + {0}", fits=0),

@@ -25,9 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from program import Run
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
+from meshwright.calls.structure import snapshot
 from meshwright.errors import PlanError, RowsError, UncutPathError
 from meshwright.parity.preparation import perturbed
 from meshwright.recipe import take_slices
@@ -105,6 +107,45 @@ class Facts:
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
+    carried: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Batches:
+    """The batches of a run, one after another. All batches of as many rows carry the same dict, if the program uses one: what
+    a forward leaves there is what the next begins with."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._count = run, 0
+        self._carried: dict[int, dict[str, Any]] = {}
+
+    def next(self, rows: int) -> dict[str, Any]:
+        """A new batch, for whose forward torch is seeded."""
+        self._count += 1
+        return self.last(rows)
+
+    def last(self, rows: int) -> dict[str, Any]:
+        """The last batch again, but for what has been left in its dict."""
+        torch.manual_seed(self._count)
+        batch = sample(self._run, rows, self._count)
+        return {**batch, "carried": self.carried(rows)} if "carried" in self._run.source else batch
+
+    def carried(self, rows: int) -> dict[str, Any]:
+        """What batches of this number of rows carry."""
+        return self._carried.setdefault(rows, {})
+
+
+class RankBatches(Batches):
+    """The rows of this rank of the batches of a run."""
+
+    def last(self, rows: int) -> dict[str, Any]:
+        batch = super().last(rows)
+        return {**batch, **self.own({name: t for name, t in batch.items() if name != "carried"}, rows)}
+
+    def own(self, values: Any, rows: int) -> Any:
+        """This rank's rows of values of all rows."""
+        mesh = mw.Plan.parse(self._run.plan).mesh
+        first, last = bounds(rows, mesh.data_size)[mesh.data_index(dist.get_rank())]
+        return take_rows([torch.empty(rows), values], first, last)[1]  # the first tensor says what rows are
 
 
 def evaluates(run: Run) -> bool:
@@ -121,13 +162,11 @@ def one_device(run: Run, noise: float = 0.0) -> Facts:
             p.copy_(perturbed(name, p))
             if noise:
                 p.mul_(1 + noise * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
-    optimizer, facts, count = optimizer_of(model.parameters()), Facts(), 0
+    optimizer, facts, batches = optimizer_of(model.parameters()), Facts(), Batches(run)
     for rows in run.rows:
         facts.losses.append([])
         for n in rows:
-            count += 1
-            torch.manual_seed(count)
-            loss = model(**sample(run, n, count))["loss"]
+            loss = model(**batches.next(n))["loss"]
             loss.backward()
             facts.losses[-1].append(loss.item())
         facts.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
@@ -135,12 +174,12 @@ def one_device(run: Run, noise: float = 0.0) -> Facts:
         optimizer.zero_grad()
         if evaluates(run):
             model.eval()
-            torch.manual_seed(count)
             with torch.no_grad():
-                facts.evaluated.append(model(**sample(run, rows[-1], count))["loss"].item())
+                facts.evaluated.append(model(**batches.last(rows[-1]))["loss"].item())
             model.train()
         facts.parameters.append({n: p.detach().clone() for n, p in model.named_parameters()})
         facts.buffers.append({n: b.detach().clone() for n, b in model.named_buffers()})
+        facts.carried.append(snapshot(batches.carried(rows[-1]), torch.clone))
     return facts
 
 
@@ -154,19 +193,17 @@ def judged(run: Run, timeout: float) -> Verdict:
         return Verdict(SKIPPED, "one device", f"{type(error).__name__}: {error}".split("\n", 1)[0])
     try:
         job = mw.parallelize(
-            model_class(run.source), run.plan, batch=_rows(run, None, sample(run, run.rows[0][0], 1)),
+            model_class(run.source), run.plan, batch=RankBatches(run).next(run.rows[0][0]),
             transform=perturbed, timeout=timeout / 2,
         )  # fmt: skip
     except PlanError as error:
         return Verdict(REFUSED, "PlanError", str(error))
     differences = Differences(run, facts)
-    optimizer, count = optimizer_of(job.parameters()), 0
+    optimizer, batches = optimizer_of(job.parameters()), RankBatches(run)
     for step, rows in enumerate(run.rows):
         for i, n in enumerate(rows):
-            count += 1
-            torch.manual_seed(count)
             try:
-                loss = job.step(_rows(run, job, sample(run, n, count))).item()
+                loss = job.step(batches.next(n)).item()
             except (RowsError, UncutPathError) as error:
                 return Verdict(REFUSED, type(error).__name__, str(error))
             differences.loss(step, i, loss)
@@ -175,24 +212,18 @@ def judged(run: Run, timeout: float) -> Verdict:
         optimizer.zero_grad()
         if evaluates(run):
             job.module.eval()
-            torch.manual_seed(count)
             try:
-                loss = job.evaluate(_rows(run, job, sample(run, rows[-1], count))).item()
+                loss = job.evaluate(batches.last(rows[-1])).item()
             except (PlanError, RowsError, UncutPathError) as error:
                 return Verdict(REFUSED, type(error).__name__, str(error))
             differences.compare("evaluations", step, 0, torch.tensor(facts.evaluated[step]), torch.tensor(loss))
             job.module.train()
         differences.state(step, job)
+        differences.carried(step, batches, rows[-1])
     for name, value in job.full_buffers():
         if value is not None:
             differences.compare("buffers, gathered,", len(run.rows) - 1, name, facts.buffers[-1].get(name), value)
     return differences.verdict(job.notes)
-
-
-def _rows(run: Run, job: Job | None, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    mesh = job.recipe.mesh if job else mw.Plan.parse(run.plan).mesh
-    first, last = bounds(len(batch["x"]), mesh.data_size)[mesh.data_index(dist.get_rank())]
-    return take_rows(batch, first, last)
 
 
 class Differences:
@@ -221,6 +252,15 @@ class Differences:
         for name, b in job.module.named_buffers():
             if job.recipe.owns_buffer(name, job.rank):
                 self.compare("buffers", step, name, self._facts.buffers[step][name], b)
+
+    def carried(self, step: int, batches: RankBatches, rows: int) -> None:
+        """Compares what forwards left in what the batches carry."""
+        expected, found = batches.own(self._facts.carried[step], rows), batches.carried(rows)
+        if tree_structure(expected) != tree_structure(found):
+            self._found.append(("carried: structure", f"carried in step {step}: {found}, not {expected}", 0.0))
+            return
+        for i, (a, b) in enumerate(zip(tree_leaves(expected), tree_leaves(found), strict=True)):
+            self.compare("carried", step, i, torch.as_tensor(a), torch.as_tensor(b))
 
     def compare(self, what: str, step: int, name: Any, expected: Tensor | None, found: Tensor | None) -> None:
         where = f"{what} of step {step}: {name}"

@@ -74,7 +74,8 @@ class Class:
         kept = [m for m in kept if m.name or set(re.findall(r"\bself\.(\w+)", m.text)) - {"register_buffer"} <= names]
         lines = [f"class {self.name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += [f"        {m.text}" for m in kept]
-        lines += ["", f"    def forward({', '.join(['self', *self.inputs])}):"]
+        inputs = [*self.inputs, *(["carried"] if "carried" in used else [])]
+        lines += ["", f"    def forward({', '.join(['self', *inputs])}):"]
         lines += [line for s in self.body for line in s.lines("        ")]
         return "\n".join([*lines, f"        return {self.result}"])
 

@@ -17,7 +17,9 @@ KEPT = sorted((Path(__file__).parent / "kept" / "stages").glob("*.py"))
 
 def fuzzed(mesh, count, seed):
     tally = Tally()
-    for number, (case, cuts) in enumerate(staged_cases(mesh, count, seed, KINDS - {"dropout", "modes"}, OPTIONS)):
+    for number, (case, cuts) in enumerate(
+        staged_cases(mesh, count, seed, KINDS - {"dropout", "modes", "carried"}, OPTIONS)
+    ):
         verdict = judge_stages(case.run, cuts)
         tally.add(verdict)
         if verdict.failed:
