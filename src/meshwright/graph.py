@@ -252,6 +252,8 @@ class ModelGraph:
         spans: parts of the forward that may not be cut, by the rule of planning/memory.py.
         returned: the values in the result of the loss function.
         of_this_batch: whether Python read values that follow from the batch, so that another batch may take another path.
+        sized: the values whose sizes follow from values of the batch (a mask selects them); ``sized_by_model``: from values of
+            the model.
         read: the memory, of the batch or of unknown origin, from which the values follow that Python read; None if some do not
             follow from memory alone, because random numbers were drawn.
         ways: position of a read → the values that its call returned, which another path returns too.
@@ -276,6 +278,8 @@ class ModelGraph:
     values: list[Value] = field(default_factory=list)
     returned: tuple[int, ...] = ()
     of_this_batch: bool = False
+    sized: frozenset[int] = frozenset()
+    sized_by_model: frozenset[int] = frozenset()
     read: frozenset[int] | None = None
     ways: dict[int, tuple[int, ...]] = field(default_factory=dict)
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)

@@ -183,6 +183,12 @@ def find_regions(
     return Regions(tuple(event_places), tuple(sorted(forks_and_joins, key=in_order)))
 
 
+def cross_places(graph: ModelGraph, values: Iterable[int], event_places: Sequence[int]) -> list[tuple[int, int]]:
+    """(value, position of a use) for those of ``values`` that are made in one place and used in another."""
+    uses = ((n, p) for n in sorted(values) for p in graph.consumers.get(n, ()))
+    return [(n, p) for n, p in uses if event_places[p] != event_places[graph.values[n].position]]
+
+
 def place_events(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) -> list[int]:
     """The place of each event."""
     event_places = [0] * len(graph.events)

@@ -17,7 +17,7 @@ from meshwright.plan import Plan
 from meshwright.planning.followers import first_wait, followers, unaccompanied
 from meshwright.planning.places import Branches, place_of
 from meshwright.planning.rows import rows_apart
-from meshwright.regions import Join, PlacesOfCalls, Regions, find_regions, place_events
+from meshwright.regions import Join, PlacesOfCalls, Regions, cross_places, find_regions, place_events
 from meshwright.submesh import Submesh, Submeshes, trunk
 
 
@@ -53,6 +53,7 @@ def find_branches(
     _check_alone(regions, tree, graph, findings)
     _check_slots(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
+    _check_sizes(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     shared = [name for name, places in homes.items() if len(places) > 1]
     if shared:
@@ -203,6 +204,24 @@ def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, finding
             required="a generator for each branch",
             fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
         )
+
+
+def _check_sizes(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+    """Adds a finding for each value that crosses into a branch or out of it, if its size follows from values of the model:
+    other ranks cannot know it."""
+    reported: set[int] = set()
+    for n, position in cross_places(graph, graph.sized_by_model, regions.places):
+        source, event = (graph.events[p] for p in (graph.values[n].position, position))
+        branch = regions.places[position] or regions.places[graph.values[n].position]
+        if branch not in reported:
+            reported.add(branch)
+            findings.add(
+                where=f"modules.{places[branch].modules[0]}.on",
+                given=f"a tensor whose size follows from values of the model ({_where(source)}), taken in another place "
+                f"({_where(event)})",
+                required="tensors that cross into a branch or out of it have sizes that follow from the batch",
+                fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+            )
 
 
 def slots_of_two_places(

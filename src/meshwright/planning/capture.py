@@ -66,9 +66,10 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
         snapshot.put_back()
     if staged and (acted_on := [*snapshot.by_python(changed), *reshaped]):
         recorder.graph.spans += _next_path(recorder.graph, record, changed, acted_on, snapshot, draws)
-    if staged and shadow.sized:
+    in_parts = staged or follow
+    if in_parts and shadow.sized:
         recorder = _with_sizes_of_values(recorder, record, changed, snapshot, draws)
-    if staged and shadow.measured and not recorder.graph.of_this_batch:
+    if in_parts and shadow.measured and not recorder.graph.of_this_batch:
         _with_sizes_of_batch(recorder, record, changed, snapshot, draws)
     recorder.graph.followed = followed
     recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - snapshot.memories())
@@ -117,6 +118,7 @@ def _with_sizes_of_values(
     sized = _of_another_size(recorder, other)
     if sized is not None and not sized & recorder.asked:
         graph.spans += size_of_value(graph, sorted(sized))
+        graph.sized_by_model = frozenset(sized)
         return recorder
     recorder, _ = record(changed, sizes_read=True, draws=draws)  # the path depends on these sizes too
     snapshot.put_back()
@@ -142,6 +144,7 @@ def _with_sizes_of_batch(
         graph.of_this_batch = True
     else:
         graph.spans += size_of_value(graph, sorted(sized), of_batch=True)
+        graph.sized = frozenset(sized)
 
 
 def _of_other_sizes(

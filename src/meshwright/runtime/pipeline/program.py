@@ -29,7 +29,7 @@ from meshwright.generators import random_numbers_kept
 from meshwright.graph import ROOT, ModelGraph
 from meshwright.private import storage_of, without_modes
 from meshwright.recipe import Recipe
-from meshwright.regions import place_events
+from meshwright.regions import cross_places, place_events
 from meshwright.runtime.batch_caches import LengthCache, LruCache, Points, ValueCache, sizes_of
 from meshwright.runtime.pipeline.homes import Home
 from meshwright.runtime.pipeline.resized import graphs_between
@@ -243,6 +243,9 @@ class Programs:
             )
         crossing = crossings(graph, cuts, whole_output=whole_output)
         without_values(graph)
+        if recipe.branches and graph.sized:  # another batch has other sizes, for which ranks wait
+            event_places = place_events(graph, recipe.placed, recipe.places)
+            graph.of_this_batch |= bool(cross_places(graph, graph.sized, event_places))
         branch_facts = () if self._rank_places is None else (recipe.placed, recipe.places, self._rank_places)
         streams = dict(recipe.streams) if self._streamed else None
         stages = {
