@@ -173,7 +173,9 @@ class StageInterpreter(Tracer):
         treatment = self.program.treatments.get(path, OPEN)
         if path == ROOT:
             return self._run_root(forward.run, args, kwargs)
-        if not isinstance(forward.module, FSDPModule):  # its hook before the forward has run: that after it must run, too
+        if not isinstance(
+            forward.module, FSDPModule
+        ):  # its hook before the forward has run: that after it must run, too
             self._stop_if_done()
         if treatment == OPEN:
             return self._open_call(path, forward, args, kwargs)
@@ -407,8 +409,8 @@ class StageInterpreter(Tracer):
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage: the model makes a tensor on its device
         if func == SET_DATA and isinstance(x, nn.Parameter):
-            if x.is_meta:
-                return None  # a parameter of another stage, which writes it
+            if x.is_meta or self._values.passed < self.program.start:
+                return None  # an earlier stage, which may be of this rank too, or another rank writes it
             if isinstance(args[1], Placeholder):
                 raise self.unavailable(args[1]._mw_value[1], "p.data = ...", "")
         return func(*args, **kwargs)

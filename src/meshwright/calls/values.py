@@ -27,7 +27,7 @@ class StageValues:
         _arriving    number → a function that waits for it, for tensors in ``_tensors`` or ``_forked`` whose memory is not
                      filled yet.
         missing      numbers in ``program.out`` that do not exist yet. It only shrinks.
-        _passed      the last position that the forward has passed, on this rank or as a stub. It only grows.
+        passed       the last position that the forward has passed, on this rank or as a stub. It only grows.
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -37,7 +37,7 @@ class StageValues:
         self._forked: dict[int, dict[int, Tensor]] = {}
         self._arriving: dict[int, Callable[[], None]] = {}
         self.missing = set(program.out)
-        self._passed = -1
+        self.passed = -1
 
     def __contains__(self, number: int) -> bool:
         return number in self._tensors
@@ -59,11 +59,11 @@ class StageValues:
     @property
     def complete(self) -> bool:
         """Whether the forward may stop: all values that other stages take exist, and all lasting changes are made."""
-        return not self.missing and self._passed >= self._program.last_change
+        return not self.missing and self.passed >= self._program.last_change
 
     def note_passed(self, position: int) -> None:
         """Notes that the forward has passed a position."""
-        self._passed = max(self._passed, position)
+        self.passed = max(self.passed, position)
 
     # --- new values -------------------------------------------------------------------------------------------------
 
