@@ -184,9 +184,15 @@ def find_regions(
 
 
 def cross_places(graph: ModelGraph, values: Iterable[int], event_places: Sequence[int]) -> list[tuple[int, int]]:
-    """(value, position of a use) for those of ``values`` that are made in one place and used in another."""
-    uses = ((n, p) for n in sorted(values) for p in graph.consumers.get(n, ()))
-    return [(n, p) for n, p in uses if event_places[p] != event_places[graph.values[n].position]]
+    """(value, position of a use) for those of ``values`` that are made in one place and used in another. The trunk uses what
+    the model returns, or leaves in its arguments; the position is that of the last event."""
+    outputs, crossing = {*graph.returned, *graph.calls[ROOT].outputs, *graph.left}, []
+    for n in sorted(values):
+        maker = graph.values[n].position
+        crossing += [(n, p) for p in graph.consumers.get(n, ()) if event_places[p] != event_places[maker]]
+        if n in outputs and event_places[maker]:
+            crossing.append((n, len(event_places) - 1))
+    return crossing
 
 
 def place_events(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) -> list[int]:

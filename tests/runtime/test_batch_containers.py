@@ -275,3 +275,23 @@ def test_a_batch_has_its_gradients_beside_a_list_that_grows() -> None:
     torch.testing.assert_close(given[1]["x"].grad, given[0]["x"].grad)
     for here, there in zip(states[1], states[0], strict=True):
         torch.testing.assert_close(here, there)
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"loss": self.lstm(x[:, None], state)[0].square().mean()}
+
+
+def test_states_whose_rows_are_not_dim_0_are_named_in_the_error() -> None:
+    batch = {"x": batches()[0]["x"].float(), "state": (torch.zeros(1, ROWS, WIDTH), torch.zeros(1, ROWS, WIDTH))}
+    job = mw.parallelize(Lstm, {"mesh": "dp_shard=1", "microbatches": 2}, batch=batch)
+    job.step(batch)  # rows that cannot be divided are run together: this is right
+    job = mw.parallelize(Lstm, {"mesh": "dp_shard=1", "microbatches": 2, "rows": "split"}, batch=batch)
+    with pytest.raises(RuntimeError) as told:
+        job.step(batch)
+    assert "state.0" in told.value.__notes__[0]
+    assert "with rows first" in told.value.__notes__[0]

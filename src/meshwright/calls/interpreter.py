@@ -173,9 +173,8 @@ class StageInterpreter(Tracer):
         treatment = self.program.treatments.get(path, OPEN)
         if path == ROOT:
             return self._run_root(forward.run, args, kwargs)
-        if not isinstance(
-            forward.module, FSDPModule
-        ):  # its hook before the forward has run: that after it must run, too
+        # A unit's hook before the forward has run here: that after it must run, too.
+        if not isinstance(forward.module, FSDPModule):
             self._stop_if_done()
         if treatment == OPEN:
             return self._open_call(path, forward, args, kwargs)

@@ -29,6 +29,7 @@ from meshwright.runtime.job_end import JobEnd
 from meshwright.runtime.rows.batch import (
     check_device,
     plain,
+    rows_in_another_dim,
     spelled_form,
     tensors_in,
     versions,
@@ -59,6 +60,16 @@ def _without_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _note_rows(error: Exception, batch: Any) -> None:
+    """Adds a note to an error of the model, if tensors of the batch may have rows that are not divided."""
+    names = rows_in_another_dim(batch, rows_of(batch))
+    if names and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(
+            f"{few(names)}: not divided over data ranks and microbatches, as rows are dim 0. If another dim has the rows, pass "
+            "the tensor with rows first, and transpose it in the forward"
+        )
 
 
 class Steps:
@@ -129,7 +140,12 @@ class Steps:
         if containers is not None:
             as_given = microbatches.with_other_containers()
         with self._guard.watching(self.number) if guarded else nullcontext():
-            losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
+            try:
+                losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
+            except Exception as error:
+                if runner.recipe.mesh.data_size * runner.recipe.microbatches > 1:
+                    _note_rows(error, batch)
+                raise
         if microbatches.first_row is not None:
             write_back(batch_inputs, versions_before, batch, microbatches.first_row)
         if containers is not None:

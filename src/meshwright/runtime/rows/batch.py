@@ -158,6 +158,13 @@ def has_rows(t: Tensor, rows: int) -> bool:
     return t.dim() > 0 and t.shape[0] == rows and not getattr(t, "_mw_shared", False)
 
 
+def rows_in_another_dim(batch: Any, rows: int) -> list[str]:
+    """The names of tensors without rows (dim 0), of which another dim is as large as the number of rows: the hidden states of
+    ``nn.LSTM``, for example."""
+    named = zip(names_in(batch), tensors_in(batch), strict=True)
+    return [name for name, t in named if not has_rows(t, rows) and rows > 1 and rows in t.shape[1:]]
+
+
 def doubled(batch: Any, rows: int) -> Any:
     """A batch with ``2 * rows`` rows: all rows, then all rows again."""
     return mapped(lambda t: torch.cat([t, t]) if has_rows(t, rows) else t, batch)
