@@ -36,6 +36,7 @@ def fuzz(layout: str, options: argparse.Namespace, workers: LocalWorkers) -> int
     begin = time.monotonic()
     for number, case in enumerate(random_cases(layout, options.programs, options.seed)):
         case = replace(case, rows=(case.rows[0],) * options.steps) if options.steps else case
+        case = replace(case, lengths=options.lengths)
         if time.monotonic() - begin > options.seconds:
             break
         if number < options.start or (options.kind and options.kind not in case.program.kinds):
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument(
         "--kind", choices=sorted(KINDS), metavar="KIND", help="only programs with something of this kind"
     )
+    parser.add_argument("--lengths", type=int, default=1, help="batches have so many lengths in turn")
     parser.add_argument("--start", type=int, default=0, help="the number of the first program")
     parser.add_argument("--shrink", type=float, default=90.0, help="seconds for making a failure small")
     parser.add_argument("--timeout", type=float, default=40.0, help="seconds for a program")

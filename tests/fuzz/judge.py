@@ -81,9 +81,9 @@ def model_class(source: str) -> Callable[[], nn.Module]:
 
 
 def sample(run: Run, rows: int, seed: int) -> dict[str, Tensor]:
-    """A batch: floats ``x``, token ids, and labels of which some are ignored, unevenly over the rows."""
+    """A batch: floats ``x``, token ids, and labels of which some are ignored, unevenly over the rows. ``seed``: from 1."""
     draw = torch.Generator().manual_seed(seed)
-    shape = (rows, run.tokens)
+    shape = (rows, run.tokens + (seed - 1) % run.lengths)
     labels = torch.randint(VOCABULARY, shape, generator=draw)
     ignored = torch.rand(shape, generator=draw) < torch.linspace(0.1, 0.8, rows)[:, None]
     return {
@@ -111,12 +111,12 @@ class Facts:
 
 
 class Batches:
-    """The batches of a run, one after another. All batches of as many rows carry the same dict, if the program uses one: what
-    a forward leaves there is what the next begins with."""
+    """The batches of a run, one after another. All batches of as many rows, and of the same length, carry the same dict, if the
+    program uses one: what a forward leaves there is what the next begins with."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._count = run, 0
-        self._carried: dict[int, dict[str, Any]] = {}
+        self._carried: dict[tuple[int, int], dict[str, Any]] = {}
 
     def next(self, rows: int) -> dict[str, Any]:
         """A new batch, for whose forward torch is seeded."""
@@ -131,7 +131,7 @@ class Batches:
 
     def carried(self, rows: int) -> dict[str, Any]:
         """What batches of this number of rows carry."""
-        return self._carried.setdefault(rows, {})
+        return self._carried.setdefault((rows, (self._count - 1) % self._run.lengths), {})
 
 
 class RankBatches(Batches):

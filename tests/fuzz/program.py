@@ -127,6 +127,7 @@ class Run:
         plan: as plain values.
         rows: for each optimizer step the rows of each of its backwards.
         precise: whether all is computed in float64; if not, only what is grossly different is wrong.
+        lengths: so many lengths, from ``tokens`` on, batches have in turn.
         training: what `model.train` is called with.
     """
 
@@ -136,6 +137,7 @@ class Run:
     tokens: int = 4
     width: int = 8
     precise: bool = True
+    lengths: int = 1
 
     def printed(self) -> str:
         """As a file of tests/fuzz/kept."""
@@ -152,6 +154,7 @@ class Run:
         ]
         facts = [f"PLAN = {dict(self.plan)!r}", f"ROWS = {self.rows!r}", f"TOKENS, WIDTH = {self.tokens}, {self.width}"]
         facts += [] if self.precise else ["PRECISE = False"]
+        facts += [] if self.lengths == 1 else [f"LENGTHS = {self.lengths}"]
         return "\n".join([*head, *facts, "", "", self.source, ""])
 
 
@@ -168,7 +171,13 @@ def read(text: str) -> Run:
     assert found is not None
     start = found.start()
     return Run(
-        text[start:].rstrip(), facts["PLAN"], facts["ROWS"], facts["TOKENS"], facts["WIDTH"], facts.get("PRECISE", True)
+        text[start:].rstrip(),
+        facts["PLAN"],
+        facts["ROWS"],
+        facts["TOKENS"],
+        facts["WIDTH"],
+        facts.get("PRECISE", True),
+        facts.get("LENGTHS", 1),
     )
 
 
@@ -180,11 +189,12 @@ class Case:
     plan: Mapping[str, Any]
     rows: tuple[tuple[int, ...], ...] = ((4,), (4,))
     layout: str = field(default="", compare=False)
+    lengths: int = 1
 
     @property
     def run(self) -> Run:
         p = self.program
-        return Run(p.source(), self.plan, self.rows, p.tokens, p.width, "half" not in p.kinds)
+        return Run(p.source(), self.plan, self.rows, p.tokens, p.width, "half" not in p.kinds, self.lengths)
 
     def with_model(self, **changes: Any) -> Case:
         """This case, its last class changed."""

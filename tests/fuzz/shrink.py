@@ -61,6 +61,8 @@ def steps(case: Case) -> Iterator[Case]:
 
 
 def _smaller_runs(case: Case) -> Iterator[Case]:
+    if case.lengths > 1:
+        yield replace(case, lengths=1)
     for rows in (
         ((4,),),
         ((4,), (4,)),
