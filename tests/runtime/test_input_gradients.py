@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -68,3 +69,34 @@ def test_gradients_of_the_batch_are_those_of_one_device(plan: str, workers: Loca
         shifts = [sum(shifts[1:], shifts[0])]
     for shift in shifts:
         torch.testing.assert_close(shift, wanted_shift)
+
+
+class Encoded(Mapping[str, Tensor]):
+    """A mapping that keeps its tensors in two places."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors, self.cache = tensors, list(tensors.values())
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_a_batch_without_gradients_may_be_any_mapping() -> None:
+    x = torch.randn(4, 3)
+    job = mw.parallelize(Line, {"mesh": "dp_shard=1"}, batch={"x": x})
+    assert torch.isfinite(job.step(Encoded({"x": x})))

@@ -173,7 +173,7 @@ class StageInterpreter(Tracer):
         treatment = self.program.treatments.get(path, OPEN)
         if path == ROOT:
             return self._run_root(forward.run, args, kwargs)
-        # A unit's hook before the forward has run here: that after it must run, too.
+        # FSDP2's hook before the forward of a unit has run. Its hook after the forward must run, too.
         if not isinstance(forward.module, FSDPModule):
             self._stop_if_done()
         if treatment == OPEN:
@@ -409,7 +409,7 @@ class StageInterpreter(Tracer):
             return self.device  # a parameter of another stage: the model makes a tensor on its device
         if func == SET_DATA and isinstance(x, nn.Parameter):
             if x.is_meta or self._values.passed < self.program.start:
-                return None  # an earlier stage, which may be of this rank too, or another rank writes it
+                return None  # another stage writes it, on this rank or on another
             if isinstance(args[1], Placeholder):
                 raise self.unavailable(args[1]._mw_value[1], "p.data = ...", "")
         return func(*args, **kwargs)

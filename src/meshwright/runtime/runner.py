@@ -165,11 +165,10 @@ class Runner:
             value = torch.tensor([float(x) for x in losses] or [0.0], dtype=torch.float64, device="cpu")
             if "pp" in self.groups.hosts:
                 dist.all_reduce(value, group=self.groups.hosts["pp"])
-            left = None if failure is not None else watch.left(full_tensor)
         if failure is not None:
             raise failure
-        assert left is not None
-        return float(value), left
+        with without_modes():
+            return float(value), watch.left(full_tensor)
 
     def unfrozen(self) -> list[str]:
         """The parameters of this rank that were frozen when parts of forwards were planned, and are trained now."""

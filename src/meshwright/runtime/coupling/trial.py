@@ -143,9 +143,7 @@ def _with_other_integers(attempt: Attempt, count: int) -> Attempt | None:
     return None if others is None else attempt.of(others, Alternating, first=0 if few else None)
 
 
-_LEFT = (
-    "what it leaves in the batch (in a list, dict or object, or in place) is not made of what it leaves for some rows"
-)
+_LEFT = "what it leaves in the batch (in a list, dict or object, or in place) does not follow from what parts of the rows leave"
 
 
 def _acts(line: str) -> str:

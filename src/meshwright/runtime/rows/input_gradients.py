@@ -38,10 +38,12 @@ class InputGradients:
     """
 
     def __init__(self, given: Any, batch: Any, microbatches: Microbatches) -> None:
-        theirs, leaves, self._first_row = tensors_in(given), tensors_in(batch), microbatches.first_row
-        run = leaves if self._first_row is None else tensors_in(microbatches.batches[0])
-        self._rows = rows_of(batch)
-        self._tensors = [each for each in zip(theirs, leaves, run, strict=True) if each[0].requires_grad]
+        theirs, self._first_row, self._rows = tensors_in(given), microbatches.first_row, rows_of(batch)
+        self._tensors: list[tuple[Tensor, Tensor, Tensor]] = []
+        if any(t.requires_grad for t in theirs):
+            leaves = tensors_in(batch)
+            run = leaves if self._first_row is None else tensors_in(microbatches.batches[0])
+            self._tensors = [each for each in zip(theirs, leaves, run, strict=True) if each[0].requires_grad]
 
     def give(self, groups: Groups) -> None:
         """Call after a backward: passes the gradients on to the caller's tensors. Collective over the stages of a copy of the
