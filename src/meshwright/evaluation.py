@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
 Evaluating = frozenset[str]
 """The names of the modules that are in evaluation mode."""
+
+
+@dataclass(frozen=True)
+class StepMode:
+    """On what the path of a forward may depend beside its batch: ``self.training`` and ``torch.is_grad_enabled()``.
+
+    Attributes:
+        evaluating: the modules that are in evaluation mode.
+        backward: whether the step computes gradients.
+    """
+
+    evaluating: Evaluating
+    backward: bool
 
 
 class Modes:

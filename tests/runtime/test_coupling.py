@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.errors import RowsError
+from meshwright.evaluation import StepMode
 from meshwright.runtime.coupling.other_integers import Alternating, OutOfRangeError
 
 WIDTH, CLASSES = 16, 12
@@ -241,7 +242,7 @@ def traces(mesh):
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     before = {name: p.detach().clone() for name, p in job.named_parameters()}
     batch = own_rows(job, tokens())
-    job._division._trials._how_rows_combine(batch)
+    job._division._trials._how_rows_combine(batch, StepMode(frozenset(), backward=True))
     model = job.module
     changed = [name for name, p in job.named_parameters() if not torch.equal(before[name], p.detach())]
     kept = model.calls, model.kept, model.last, hasattr(model, "noise"), float(model.seen), str(model.seen.dtype)
@@ -670,12 +671,20 @@ class InTraining(Tokens):
         return x, x.square().sum() if self.training else 0.0
 
 
-def evaluates_and_trains(plan, order):
-    """The losses, and how rows combine."""
-    job = mw.parallelize(InTraining, plan, batch=tokens(), dtype=torch.float64)
+class WithGradients(Tokens):
+    """A mean over rows if gradients are enabled, a sum if not."""
+
+    def forward(self, ids, labels):
+        each = self.head(self.table(ids)).square()
+        return SimpleNamespace(loss=each.mean() if torch.is_grad_enabled() else each.sum())
+
+
+def evaluates_and_trains(plan, order, *, build=InTraining, modes=True):
+    """The losses, and how rows combine in training. ``modes``: whether an evaluation is in evaluation mode."""
+    job = mw.parallelize(build, plan, batch=tokens(), dtype=torch.float64)
     optimizer, losses = torch.optim.SGD(job.parameters(), lr=0.01), []
     for trains in order:
-        job.module.train(trains)
+        job.module.train(trains or not modes)
         optimizer.zero_grad()
         losses.append((job.step if trains else job.evaluate)(own_rows(job, tokens())).item())
         if trains:
@@ -693,6 +702,16 @@ def test_a_model_in_evaluation_mode_is_another(plan, order, workers):
     (losses, rows), *_ = workers.run(evaluates_and_trains, plan, order, ranks=2)
     expected, _ = workers.run(evaluates_and_trains, {"mesh": "dp_shard=1"}, order, ranks=1)[0]
     assert losses == pytest.approx(expected, rel=1e-10) and rows == "coupled"
+
+
+@pytest.mark.parametrize("modes", [True, False], ids=["evaluation mode", "training mode"])
+@pytest.mark.parametrize("plan", [{"mesh": "dp_shard=2"}, {"mesh": "pp=2", "microbatches": 2}], ids=str)
+def test_a_forward_without_gradients_is_another(plan, modes, workers):
+    order = (True, False, True, False)
+    run = partial(evaluates_and_trains, build=WithGradients, modes=modes)
+    (losses, _), *_ = workers.run(run, plan, order, ranks=2)
+    expected, _ = workers.run(run, {"mesh": "dp_shard=1"}, order, ranks=1)[0]
+    assert losses == pytest.approx(expected, rel=1e-10)
 
 
 class Contrasts(Tokens):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import RowsError, UnfrozenError
+from meshwright.evaluation import StepMode
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.paths import ForwardId, Paths, first_to_differ
 from meshwright.runtime.coupling.trial import COUPLED, MEAN, MOST_ROWS, RATIO, SUM, finite_together_alone, notes
@@ -80,11 +81,13 @@ class UncheckedStep:
     Attributes:
         finite: whether the loss of the batch is finite.
         kind: how rows combine into the loss.
+        backward: whether the step computed gradients.
         losses: of this rank's ``microbatches``.
     """
 
     finite: PendingNumbers
     kind: str
+    backward: bool
     losses: list[Tensor]
     microbatches: Microbatches
 
@@ -107,7 +110,8 @@ class Division:
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._paths = Paths(max(1, len(self._recipe.stages)))
         self._stand_in_row: Any = None
-        self._evaluating = self._trained = runner.modes.now()  # in the running step; in the last one that trained
+        # Of the running step; of the last one that trained.
+        self._mode = self._trained = StepMode(runner.modes.now(), backward=True)
         self._seen = SeenSteps()
         # Of the running step: whether its rows are divided; some rows of the batch; its form; the state before the step.
         self._divided, self._batch = False, None
@@ -125,7 +129,7 @@ class Division:
     @property
     def _kind(self) -> str:
         """How rows combine into the loss in the running step."""
-        return self._trials.of(self._evaluating).verdict.kind
+        return self._trials.of(self._mode).verdict.kind
 
     def settle(self, rows: str) -> None:
         """Sets how rows combine, as an earlier run of this model has found out. Ignored if this run has found out itself."""
@@ -147,24 +151,25 @@ class Division:
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
-    def microbatches(self, batch: Any, *, notice: bool = False) -> Microbatches:
+    def microbatches(self, batch: Any, *, backward: bool, notice: bool = False) -> Microbatches:
         """The microbatches of this rank. Collective.
 
         Args:
             batch: this rank's rows; not used with ``notice``.
+            backward: whether the step computes gradients.
             notice: whether this rank, or another of its copy of the model, has something to report.
 
         Raises:
             NoticeError: some rank has something to report.
         """
-        self._evaluating = self._runner.modes.now()
-        if self._runner.module.training:
-            self._trained = self._evaluating
+        self._mode = StepMode(self._runner.modes.now(), backward)
+        if backward:
+            self._trained = self._mode
         microbatches = self._divide(batch, notice)
         count = self._recipe.mesh.data_size * len(microbatches.batches)  # of microbatches, on all data ranks
         divided = count > 1 and microbatches.first_row is None and self._kind != SPLIT
         even = all(abs(weight - 1 / count) < _EVEN for weight in microbatches.weights)
-        self._paths.begin(self._evaluating, microbatches.weights, divided=divided, even=even)
+        self._paths.begin(self._mode, microbatches.weights, divided=divided, even=even)
         self._divided, self._form, self._batch, self._state_before = divided, self._form_of(batch), batch, None
         if divided and (self._paths.watching or self._kind_of_step(self._paths.NO_PATHS) not in self._seen):
             self._prepare_trial(batch)
@@ -173,7 +178,7 @@ class Division:
     def _prepare_trial(self, batch: Any) -> None:
         """Copies what a trial after the step needs: rows of the batch, and the state of modules before the step."""
         self._batch = copied(take_rows(batch, 0, MOST_ROWS))
-        if self._trials.of(self._evaluating).steps is not None:
+        if self._trials.of(self._mode).steps is not None:
             self._state_before = ModuleState(self._runner.module, self._runner.written())
 
     def _form_of(self, batch: Any) -> Hashable:
@@ -184,7 +189,7 @@ class Division:
 
     def _kind_of_step(self, paths: Hashable) -> Hashable:
         """The kind of the running step, as a key; ``paths``: its paths through the model."""
-        return self._evaluating, self._form, self._runner.switches.told, paths
+        return self._mode, self._form, self._runner.switches.told, paths
 
     def watch_forward(self, model: nn.Module, forward_id: ForwardId) -> AbstractContextManager[None]:
         """A context around the forward of a microbatch, which records its path through the model."""
@@ -198,7 +203,7 @@ class Division:
             raise NoticeError
         if data * pieces == 1:
             return Microbatches([batch], [1.0], [None])
-        if self._trials.before_step(None if notice else batch, self._evaluating):
+        if self._trials.before_step(None if notice else batch, self._mode):
             self._form = self._form_of(batch)
             self._seen.add(self._kind_of_step(self._paths.NO_PATHS))
         if self._kind in (COUPLED, "whole"):
@@ -269,7 +274,9 @@ class Division:
         _refuse_uncounted(factors, sums[1])
         self.finish_step()
         if self._divided:
-            self._unchecked = UncheckedStep(PendingNumbers(sums[:1].isfinite()), self._kind, losses, microbatches)
+            self._unchecked = UncheckedStep(
+                PendingNumbers(sums[:1].isfinite()), self._kind, self._mode.backward, losses, microbatches
+            )
             if not self.defers_check:
                 self.finish_step()
         if paths.watching and paths.differ(sums_of_paths):
@@ -320,7 +327,9 @@ class Division:
         batches = step.microbatches.batches
         rows = [broadcast_batch(batches[m], rank, groups) for rank, m in filter(None, pair)]
         both = joined(rows) if len(rows) == 2 else None
-        if both is None or not finite_together_alone(step.kind, both, rows_of(rows[0]), self._trials.forwards()):
+        if both is None or not finite_together_alone(
+            step.kind, both, rows_of(rows[0]), self._trials.forwards(step.backward)
+        ):
             return
         (rank, microbatch), *_ = (piece for piece in pair if piece is not None)
         raise RowsError(
@@ -345,7 +354,7 @@ class Division:
         """
         rows, _ = self._trials.rows_to_try(self._batch)
         with nullcontext() if self._state_before is None else self._state_before.restored():
-            combine = rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2)
+            combine = rows_of(rows) < 2 or self._trials.combine_as(self._kind, rows, rows_of(rows) // 2, self._mode)
             if combine and self._trials.line_beyond(rows, self._rows) is None:
                 return
         raise RowsError(
@@ -367,7 +376,7 @@ class Division:
         *pair, lines = differing
         rows = [broadcast_batch(microbatches.batches[m], rank, self._runner.groups) for rank, m in pair]
         both = joined(rows)
-        if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0])):
+        if both is None or self._trials.combine_as(self._kind, both, rows_of(rows[0]), self._mode):
             self._paths.settle(lines)
             return
         raise RowsError(

@@ -1,21 +1,22 @@
 """``RowTrials``: finds out by trials how rows combine into the loss; before the first step, and again if forwards change
 the state of modules.
 
-The result of a trial (runtime/coupling/trial.py) is a ``Verdict``. There is one for each set of modules in evaluation
-mode, which use no batch statistics. If forwards change the state of modules, the trial is repeated after 1, 2, 4, 8 …
-steps: the loss may have got another term.
+The result of a trial (runtime/coupling/trial.py) is a ``Verdict``. There is one for each mode of a step: a forward may ask
+``self.training`` (batch statistics) and ``torch.is_grad_enabled()``. If forwards change the state of modules, the trial is
+repeated after 1, 2, 4, 8 … steps: the loss may have got another term.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import StageError, UncutPathError
-from meshwright.evaluation import Evaluating
+from meshwright.evaluation import StepMode
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Results, Trial
 from meshwright.runtime.coupling.paths import ReadLogger
@@ -62,23 +63,23 @@ class RowTrials:
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
         self._runner, self._counter, self._random, self._recipe = runner, counter, random, runner.recipe
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
-        self._results: dict[Evaluating, TrialResult] = {}
+        self._results: dict[StepMode, TrialResult] = {}
         self.rows_tried = 0
 
-    def of(self, evaluating: Evaluating) -> TrialResult:
-        """The result with these modules in evaluation mode; before any trial, what the plan says."""
-        return self._results.setdefault(evaluating, TrialResult(Verdict(self._recipe.rows)))
+    def of(self, mode: StepMode) -> TrialResult:
+        """The result for steps in this mode; before any trial, what the plan says."""
+        return self._results.setdefault(mode, TrialResult(Verdict(self._recipe.rows)))
 
-    def settle(self, evaluating: Evaluating, rows: str) -> None:
+    def settle(self, mode: StepMode, rows: str) -> None:
         """Sets how rows combine, as an earlier run of this model has found out."""
-        self._results[evaluating] = TrialResult(Verdict(rows), None if rows == COUPLED else 0)
+        self._results[mode] = TrialResult(Verdict(rows), None if rows == COUPLED else 0)
 
     @property
     def verdicts(self) -> list[Verdict]:
         """All results so far."""
         return [result.verdict for result in self._results.values()]
 
-    def before_step(self, batch: Any, evaluating: Evaluating) -> bool:
+    def before_step(self, batch: Any, mode: StepMode) -> bool:
         """Runs a trial with rows of a batch, if none was run yet, or if one is to be repeated now. Collective.
 
         Args:
@@ -90,21 +91,22 @@ class RowTrials:
         Raises:
             NoticeError: some rank has something to report.
         """
-        result = self.of(evaluating)
+        result = self.of(mode)
         if result.verdict.kind == "auto":
-            result.verdict = self._how_rows_combine(batch)
+            result.verdict = self._how_rows_combine(batch, mode)
             result.steps = 0 if result.verdict.changes_state and result.verdict.kind != COUPLED else None
             return result.verdict.kind != "auto"
         if result.steps is None:
             return False
-        return self._try_again(batch, result, result.steps + 1)
+        return self._try_again(batch, mode, result.steps + 1)
 
-    def _try_again(self, batch: Any, result: TrialResult, steps: int) -> bool:
+    def _try_again(self, batch: Any, mode: StepMode, steps: int) -> bool:
         """Repeats the trial, if it is due after so many ``steps`` since the first one. Returns whether there was a trial."""
+        result = self.of(mode)
         result.steps = steps
         if steps & (steps - 1):
             return False
-        verdict = self._how_rows_combine(batch)
+        verdict = self._how_rows_combine(batch, mode)
         if verdict.kind == "auto":
             return False
         if verdict.kind != result.verdict.kind:
@@ -116,7 +118,7 @@ class RowTrials:
             result.steps = None
         return True
 
-    def _how_rows_combine(self, batch: Any) -> Verdict:
+    def _how_rows_combine(self, batch: Any, mode: StepMode) -> Verdict:
         """Runs a few rows together and in halves. The result is the same on every rank. Collective."""
         rows, fewest = self.rows_to_try(batch)
         single = fewest < 2 * self._recipe.microbatches  # some piece is a single row
@@ -125,7 +127,7 @@ class RowTrials:
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        verdict = how_rows_combine(rows, self.forwards(), dtype, single=single)
+        verdict = how_rows_combine(rows, self.forwards(mode.backward), dtype, single=single)
         if verdict.kind != COUPLED and (line := self.line_beyond(rows, rows_of(batch))) is not None:
             verdict = Verdict(COUPLED, line and _BEYOND.format(line))
         return _merged(verdict)
@@ -180,19 +182,20 @@ class RowTrials:
         ranks = {mesh.data_index(rank): rank for rank in reversed(range(mesh.size))}
         return [ranks[i] for i in range(min(mesh.data_size, MOST_ROWS))]
 
-    def forwards(self) -> Forwards:
-        """The forwards for a trial."""
+    def forwards(self, backward: bool) -> Forwards:
+        """The forwards for a trial of steps with, or without, a backward."""
         runner = self._runner
         return Forwards(
             runner.module,
             self._random,
             runner.changed(),
-            self._losses,
+            partial(self._losses, backward),
             self._agreed,
+            backward=backward,
             in_parts=runner.pipeline is not None,
         )
 
-    def _losses(self, pieces: list[Any], way: str, trial: Trial, wide: bool) -> Results:
+    def _losses(self, backward: bool, pieces: list[Any], way: str, trial: Trial, wide: bool) -> Results:
         """Runs some pieces of a batch for a trial.
 
         Raises:
@@ -201,7 +204,7 @@ class RowTrials:
         weights, factors = weigh_microbatches(pieces, self._counter, self._copies, groups=None, way=way)
         try:
             for piece in pieces:  # recorded before the trial, so that recording draws no random numbers in it
-                self._runner.executor.record(piece)
+                self._runner.executor.record(piece, grad=backward)
         except UncutPathError as error:  # on every rank
             raise ForwardError(str(error)) from error
         results, reads = Results(weights=weights), [ReadLogger(numbers=True) for _ in pieces]
@@ -209,7 +212,7 @@ class RowTrials:
         for piece, mean_factors, read in zip(pieces, factors, reads, strict=True):
             try:
                 with trial():
-                    loss, left = self._runner.loss_alone(piece, mean_factors, read.on, wide=wide)
+                    loss, left = self._runner.loss_alone(piece, mean_factors, read.on, grad=backward, wide=wide)
                 results.losses.append(loss)
                 results.left.append(left)
             except StageError:
@@ -239,10 +242,10 @@ class RowTrials:
         smallest, largest = extremes.tolist()
         return -smallest, largest
 
-    def combine_as(self, kind: str, rows: Any, first: int) -> bool:
+    def combine_as(self, kind: str, rows: Any, first: int, mode: StepMode) -> bool:
         """Whether the loss of some rows follows from that of the ``first`` of them and that of the others, combined as
-        ``kind`` says. Collective."""
-        return combine_as(kind, rows, first, self.forwards())
+        ``kind`` says, in steps in this mode. Collective."""
+        return combine_as(kind, rows, first, self.forwards(mode.backward))
 
     def data_groups(self) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
         """For each data axis, the innermost first: (the group of its ranks, the group of their hosts)."""

@@ -131,13 +131,14 @@ class Runner:
         return output
 
     def loss_alone(
-        self, batch: Any, factors: MeanFactors | None, forward_context: ForwardContext, *, wide: bool
+        self, batch: Any, factors: MeanFactors | None, forward_context: ForwardContext, *, grad: bool, wide: bool
     ) -> tuple[float, Left]:
         """One forward of a trial with a copy of a batch.
 
         Args:
             factors: for the means of the batch.
             forward_context: a context around the forward of a stage and microbatch.
+            grad: whether a forward in parts runs with gradients enabled; else they are as the caller has them.
             wide: whether the forward computes in float64.
 
         Returns:
@@ -153,7 +154,7 @@ class Runner:
             watch = BatchWatch(microbatches.batches[0])
         losses, failure = list[Tensor](), None
         try:
-            with self.executor.trying(wide=wide):
+            with self.executor.trying(grad=grad, wide=wide):
                 losses = self.executor.run(microbatches, forward_context=forward_context, backward=False)
         except StageError:
             raise

@@ -117,7 +117,7 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         try:
-            rows, microbatches = self._begin(batch, "job.step" if backward else "job.evaluate")
+            rows, microbatches = self._begin(batch, backward=backward)
         except BaseException:
             self.count -= backward
             raise
@@ -157,11 +157,8 @@ class Steps:
         runner.switches.note()
         return losses, division.loss(losses, as_given)
 
-    def _begin(self, batch: Any, method: str) -> tuple[Any, Microbatches]:
+    def _begin(self, batch: Any, *, backward: bool) -> tuple[Any, Microbatches]:
         """Prepares a step. Collective over all ranks.
-
-        Args:
-            method: the public method that runs it, as errors call it.
 
         Returns:
             (the batch, the microbatches of this rank).
@@ -170,10 +167,11 @@ class Steps:
             PlanError: something is wrong on some rank with the batch, or with the current state of the model. On every rank.
         """
         runner, problem, form = self._runner, None, ""
+        method = "job.step" if backward else "job.evaluate"
         try:
             batch = self._prepared(batch)
             form = f"{method}({spelled_form(batch)})"
-            if method == "job.step" and self._guard.due(self.count):
+            if backward and self._guard.due(self.count):
                 form += f" with values {self._sum_of(batch)}"
         except Exception as error:  # of whatever type: the other ranks must not wait for this one
             problem = error
@@ -181,10 +179,10 @@ class Steps:
         notice = problem is not None or runner.gradients.has_new_hooks()
         notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
-            return batch, self._division.microbatches(batch, notice=notice)
+            return batch, self._division.microbatches(batch, backward=backward, notice=notice)
         except NoticeError:
             runner.gradients.take_hooks(self._agreement.tell(self._notice(problem, form)))
-        return batch, self._division.microbatches(batch)
+        return batch, self._division.microbatches(batch, backward=backward)
 
     def _sum_of(self, batch: Any) -> int:
         """A hash of the bits of a batch."""

@@ -57,6 +57,7 @@ class Forwards:
         losses: (pieces of a batch, how they combine, a context for each forward, whether it computes in float64) → the results,
             without the final state of modules.
         agreed: a number → (its minimum, its maximum) over all ranks.
+        backward: whether the steps compute gradients.
         in_parts: whether a forward is run in stages or branches, which keep their autograd graphs.
     """
 
@@ -65,6 +66,7 @@ class Forwards:
     changed: Sequence[Slot]
     losses: Losses
     agreed: Agreed
+    backward: bool
     in_parts: bool
 
     def written(self) -> list[nn.Parameter]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import is_of_model, model_line
-from meshwright.evaluation import Evaluating
+from meshwright.evaluation import StepMode
 from meshwright.private import pytree
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter, tensor_arguments
 from meshwright.spmd.autograd_functions import FunctionMode
@@ -290,29 +290,29 @@ class Paths:
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        # (modules in evaluation mode, line), for lines at which differences are harmless
-        self._harmless_lines: set[tuple[Evaluating, str]] = set()
-        # The sets of modules in evaluation mode with which the first step read no values.
-        self._without_reads: set[Evaluating] = set()
+        # (mode of the step, line), for lines at which differences are harmless
+        self._harmless_lines: set[tuple[StepMode | None, str]] = set()
+        # The modes in which the first step read no values.
+        self._without_reads: set[StepMode | None] = set()
         self._logs: dict[ForwardId, ReadLog] = {}
-        self._evaluating: Evaluating = frozenset()
+        self._mode: StepMode | None = None
         self.watching = self._even = False
         self._weights: Sequence[float] = ()
 
-    def begin(self, evaluating: Evaluating, weights: Sequence[float], *, divided: bool, even: bool = False) -> None:
+    def begin(self, mode: StepMode, weights: Sequence[float], *, divided: bool, even: bool = False) -> None:
         """A step begins.
 
         Args:
-            evaluating: the modules that are in evaluation mode.
+            mode: of the step.
             weights: the weights of the microbatches. A microbatch without rows has weight 0, and its path does not count.
             divided: whether the rows of the step are divided into pieces.
             even: whether all pieces, on all ranks, have equal numbers of rows.
         """
         self._even = even
-        self._evaluating = evaluating
+        self._mode = mode
         self._weights = weights
         self._logs = {}
-        self.watching = divided and evaluating not in self._without_reads
+        self.watching = divided and mode not in self._without_reads
 
     @contextmanager
     def watch_forward(self, model: nn.Module, forward_id: ForwardId) -> Iterator[None]:
@@ -346,7 +346,7 @@ class Paths:
         """
         of_stages = [sums[i : i + SUMS] for i in range(0, len(sums), SUMS)]
         if not any(x for _, *of_logs in of_stages for x in of_logs):
-            self._without_reads.add(self._evaluating)
+            self._without_reads.add(self._mode)
         return any(n * aa != a * a or n * bb != b * b for n, a, b, aa, bb in of_stages)
 
     def by_forward(self) -> PathsByForward:
@@ -365,14 +365,14 @@ class Paths:
 
     def settle(self, lines: Iterable[str]) -> None:
         """Notes that different paths are harmless at these lines."""
-        self._harmless_lines.update((self._evaluating, line) for line in lines)
+        self._harmless_lines.update((self._mode, line) for line in lines)
 
     def _not_harmless(self, log: ReadLog) -> dict[str, list[int]]:
         """The paths at the lines that are not known to be harmless."""
         return {line: paths for line, paths in log.paths.items() if not self._is_harmless(line)}
 
     def _is_harmless(self, line: str) -> bool:
-        return (self._evaluating, line) in self._harmless_lines
+        return (self._mode, line) in self._harmless_lines
 
 
 Piece = tuple[int, int]

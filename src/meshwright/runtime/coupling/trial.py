@@ -154,8 +154,9 @@ def _acts(line: str) -> str:
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
     """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bending.py,
     custom_backward.py); empty if only another rank saw it. None if the model does not."""
-    # Stages keep their graphs. A forward that fails with hooks on saved tensors runs with a full graph.
-    for gradients in (torch.no_grad,) if forwards.in_parts else (graph_alone, torch.enable_grad):
+    # Stages keep their graphs themselves. A forward that fails with hooks on saved tensors runs with a full graph.
+    has_graph = forwards.backward and not forwards.in_parts
+    for gradients in (graph_alone, torch.enable_grad) if has_graph else (torch.no_grad,):
         seen: list[BendingMode] = []
         computing = ForwardSetting(
             torch.float64,

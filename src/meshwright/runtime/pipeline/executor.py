@@ -39,7 +39,7 @@ class Executor:
         self._schedules = LruCache[Schedule]()
         self._sharing = Homes(stages.recipe, stages.groups)
         self._buffers = StageBuffers(stages.model, self._sharing)
-        self._trying = self._wide = False
+        self._trying = self._grad = self._wide = False
 
     @property
     def stages(self) -> list[int]:
@@ -98,21 +98,27 @@ class Executor:
         # Of a trial, too: its next forward begins with what this one left, or with other values in its place.
         self._buffers.note(step.programs)
 
-    def record(self, batch: Any) -> None:
-        """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet."""
+    def record(self, batch: Any, *, grad: bool = True) -> None:
+        """Records the forward for a batch of these shapes, if the model runs in parts and it is not recorded yet. ``grad``:
+        whether gradients are enabled in it."""
         if self.programs is not None:
-            self.programs.for_batch(batch, call_model, self._loss)
+            self.programs.for_batch(batch, call_model, self._loss, grad=grad)
 
     @contextmanager
-    def trying(self, *, wide: bool) -> Iterator[None]:
-        """A context for a trial. ``wide``: whether its forwards, and the values that are sent between stages, are in float64
-        (runtime/coupling/float64.py) and not in the recorded dtypes."""
-        self._trying, self._wide = True, wide
+    def trying(self, *, grad: bool, wide: bool) -> Iterator[None]:
+        """A context for a trial.
+
+        Args:
+            grad: whether gradients are enabled in forwards in parts.
+            wide: whether forwards, and the values that are sent between stages, are in float64 (runtime/coupling/float64.py)
+                and not in the recorded dtypes.
+        """
+        self._trying, self._grad, self._wide = True, grad, wide
         try:
             with self._stages.trying(wide=wide):
                 yield
         finally:
-            self._trying = self._wide = False
+            self._trying = self._grad = self._wide = False
 
     def step(
         self,
@@ -131,7 +137,7 @@ class Executor:
             loss: of the model's output; None: the output itself is the result.
             microbatches, begin, forward_context, backward: as for ``run``.
         """
-        grad = backward or self._trying
+        grad = backward or self._grad  # a trial runs the forward as a step does
         programs = self._programs(microbatches.batches, call, loss, grad=grad)
         schedule = self._schedule(edges_of(programs, backward=backward), len(microbatches.batches), backward=backward)
         self._buffers.bring(programs, lasting=not self._trying)
@@ -146,6 +152,7 @@ class Executor:
             begin and begin(),
             forward_context,
             backward=backward,
+            grad=grad,
             trying=self._trying,
             wide=self._wide,
         )

@@ -70,6 +70,7 @@ class PipelineStep:
             left. None: each microbatch begins with the state that the previous one left.
         forward_context: a context for the forward of each stage and microbatch.
         backward: whether to run the backward.
+        grad: whether gradients are enabled in forwards in parts.
         trying: whether this is a trial. A stage or branch that fails sends ones in place of its values, so that others do not
             wait, and ranks can agree on what follows.
         wide: whether forwards compute in float64, and not in the recorded dtypes.
@@ -94,13 +95,14 @@ class PipelineStep:
         forward_context: ForwardContext = no_context,
         *,
         backward: bool,
+        grad: bool,
         trying: bool = False,
         wide: bool = False,
     ) -> None:
         self._stages, self._sharing, self.programs, self.schedule = stages, sharing, programs, schedule
         self._microbatches, self._call, self._loss = microbatches, call, loss
         self._backward_too, self._state, self._forward_context = backward, begin, forward_context
-        self._grad = backward or trying  # a trial runs the forward as a step does
+        self._grad = grad
         # A stage may stop before the end of a forward, so host generators have different states on different stages afterwards.
         # Each forward is therefore seeded anew.
         draws = any(program.graph.draws for program in self.programs)
