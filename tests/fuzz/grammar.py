@@ -975,20 +975,31 @@ def unused(b: Builder) -> None:
 # --- modules within modules ---------------------------------------------------------------------------------------------
 
 
-def block(b: Builder, x: str, *, without: Iterable[str] = ()) -> str:
-    """A new class whose forward takes and gives a value of this shape. Returns its name."""
+# {0}: what a submodule is given, {1}: a parameter of the size of its last dim; K: a part of that size.
+ARGUMENT_WRITES = ["{0}.mul_({1})", "{0} += {1}", "{0}[..., :K].copy_({1}[:K].expand_as({0}[..., :K]))", "{0}[:, 0] = {1}", "{0}[:, -1:].mul_(0.5)",
+                   "{0}.transpose(1, -1).add_(0.3)", "{0}.unbind(1)[0].sigmoid_()", "{0}.chunk(2, -1)[0].tanh_()", "{0}.select(1, 0).copy_({0}[:, -1].detach() * {1})",
+                   "{0}.flatten(1)[:, ::2].mul_(0.7)", "{0}.view_as({0}).addcmul_({1}, {1}, value=0.1)", "{0}.copy_({0}.detach().roll(1, 1) + {1})",
+                   "F.relu({0}[..., :K], inplace=True)", "torch.mul({0}.detach(), 0.5, out={0}.data)"]  # fmt: skip
+
+
+def block(b: Builder, x: str, *, without: Iterable[str] = (), writes: bool = False) -> str:
+    """A new class whose forward takes and gives a value of this shape. Returns its name. ``writes``: whether the forward writes
+    in place to what it is given."""
     t = b.get(x)
     with torch.no_grad():
         fresh = t.detach().clone()
     inner = Builder(
         b.draw,
-        b.allowed - {"blocks", "towers", "embeddings", "outputs", *without},
-        {"h": fresh.requires_grad_()},
+        b.allowed - {"blocks", "towers", "embeddings", "outputs", "argument writes", *without},
+        {"h": fresh.requires_grad_() * 1.0 if writes else fresh.requires_grad_()},
         b.classes,
     )
     inner.inputs = {"h": fresh}
     inner.depth = 0
     inner._count = 0
+    if writes:
+        last = t.shape[-1]
+        inner.do(re.sub(r"\bK\b", str(max(1, last // 2)), b.pick(ARGUMENT_WRITES)), "h", inner.parameter(last))
     start = inner.new("h * 1.0")
     for _ in range(b.draw.randint(1, 4)):
         inner.step()
@@ -1118,6 +1129,20 @@ def towers(b: Builder) -> None:
     y = b.new(f"self.{left}({{0}})", x)
     z = b.new(f"self.{right}({{0}})", x)
     b.new("{0} + {1}", y, z)
+
+
+@operation("argument writes", 2)
+def argument_written(b: Builder) -> None:
+    """A submodule that writes in place to the value that it is given, beside another one or alone; the value is used later."""
+    x = b.value(long)
+    y = b.new("{0} * 1.0", x)
+    writer = b.member(b.pick(["left", "block"]), f"{block(b, y, without={'dropout'}, writes=True)}()")
+    z = b.new(f"self.{writer}({{0}})", y)
+    if b.chance():
+        other = b.member("right", f"{block(b, x, without={'dropout'}, writes=b.chance(3))}()")
+        z = b.new("{0} + {1}", z, b.new(f"self.{other}({{0}})", b.new("{0} * 1.0", x) if b.chance() else x))
+    if b.chance():
+        b.new(b.pick(["{0} + {1}", "{0} * {1}.tanh()", "torch.cat([{0}, {1}], -1)"]), z, y)
 
 
 # --- half types ---------------------------------------------------------------------------------------------------------

@@ -175,6 +175,15 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("$linear(L, L)", "{1}({0})", "{2} + 0.1 if self.training else {2} * {1}.weight.mean()", fits=0),
         _idiom("$frozen(L, L)", "$linear(L, L)", "!if self.training: {1}.weight.detach().lerp_({2}.weight.detach(), 0.1)", "{2}({0})", "{3} if self.training else {1}({3})", fits=0),
     ),
+    "measured": (
+        _idiom("!with torch.no_grad(): measured = ({0}.argmax(-1) == 1).to({0}.dtype).mean()", "{0} * $param(L)", fits=0),
+        _idiom("!with torch.inference_mode(): measured = {0}.square().mean().sqrt() + {0}.amax()", "torch.tanh({0})", fits=0),
+        _idiom("$zeros(L)", "!with torch.inference_mode(): {1}.copy_(0.9 * {1} + 0.1 * {0}.mean((0, 1)))", "$linear(L, L)({0})"),
+        _idiom("$zeros(1)", "!with torch.no_grad(): {1}.mul_(0.5).add_({0}.square().mean())", "{0} / (1 + {1}.sqrt())", fits=0),
+        _idiom("$linear(L, K)({0})", "!with torch.inference_mode(): measured = {1}.softmax(-1).amax(-1).mean()", "!with torch.no_grad(): target = {1}.softmax(-1).clone()", "{1} * 0.5 - {1}.detach()", fits=0),
+        _idiom("!with torch.no_grad(): target = {0}.softmax(-1)", "torch.tanh({0}) + target", fits=0),
+        _idiom("!with torch.autocast('cpu', dtype=torch.bfloat16): measured = ({0}.float() @ {0}.float().mT).mean()", "{0} * $param(L)"),
+    ),
     "carried": (
         _idiom("{0} + carried.get('h', 0.0)", "$linear(L, L)({1}).tanh()", "!carried['h'] = {2}.detach()", "{2} * 1.0", ids=True),
         _idiom("carried.get('last', {0}.detach())", "!carried['last'] = {0}.detach().tanh()", "{0} + 0.5 * {1}", ids=True),

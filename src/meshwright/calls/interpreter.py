@@ -50,6 +50,7 @@ class StageInterpreter(Tracer):
 
         _crossings     forks and joins still to come (calls/crossings.py); all before the current position are done.
         _started       (position, call, handle) of blocks that run concurrently: each must end before its position.
+        _grad          whether gradients were enabled before the forward. It never changes.
         _open_units    how many units of FSDP are open: the forward does not stop within one.
         _replacements  tensors that hooks passed to modules in place of values, by id: within the module, each is used as it is.
         _hooking       whether torch is making the autograd node for a module's backward hook.
@@ -92,7 +93,7 @@ class StageInterpreter(Tracer):
         self._runner = PlaceRunner(program, exchange, device, failures)
         self._crossings = Crossings(program, self._values, exchange)
         self._started: list[tuple[int, Call, RunningBlock]] = []
-        self._open_units = 0
+        self._grad, self._open_units = torch.is_grad_enabled(), 0
         self._replacements: dict[int, Tensor] = {}
         self._hooking = self._stale = self._unrecorded = False
         self.left: list[list[Tensor]] = []
@@ -153,7 +154,9 @@ class StageInterpreter(Tracer):
             self._results.of_call(self, call, result)
         while self._crossings.due(position):
             self.closed += 1
-            self._crossings.cross(self.keep)
+            # What takes the value first may be in a ``torch.no_grad()`` of the model; others need its gradient.
+            with torch.inference_mode(False), torch.set_grad_enabled(self._grad):
+                self._crossings.cross(self.keep)
             self.closed -= 1
 
     def _stand_in(self, number: int, like: Tensor) -> Tensor:

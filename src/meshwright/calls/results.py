@@ -104,7 +104,8 @@ class Results:
     def renumber(self, tracer: Tracer, event: Event, position: int, place: int) -> None:
         """Gives new numbers to the other values in the memory to which an event wrote."""
         for before, now in event.renamed:
-            t = self._values.made_tensor(before, place)
+            in_branch, _ = self._values.branch_tensor(before, place)  # the write was to memory of this tensor
+            t = self._values.get(before) if in_branch is None else in_branch
             tracer.renamed[before] = now
             if self._program.runs(position) and t is not None:
                 self.add(tracer, t, now, position, place)

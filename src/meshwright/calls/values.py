@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import overload
 
 from torch import Tensor
 
@@ -48,7 +49,11 @@ class StageValues:
     def __setitem__(self, number: int, t: Tensor) -> None:
         self._tensors[number] = t
 
-    def get(self, number: int, default: Tensor) -> Tensor:
+    @overload
+    def get(self, number: int) -> Tensor | None: ...
+    @overload
+    def get(self, number: int, default: Tensor) -> Tensor: ...
+    def get(self, number: int, default: Tensor | None = None) -> Tensor | None:
         return self._tensors.get(number, default)
 
     @property
@@ -97,10 +102,6 @@ class StageValues:
         self.missing -= {n for n, _ in move.values}
 
     # --- uses of values -----------------------------------------------------------------------------------------------
-
-    def made_tensor(self, number: int, place: int) -> Tensor | None:
-        """The tensor that a place made for a value; None if this rank has none."""
-        return self._made.get((number, place), self._tensors.get(number))
 
     def branch_tensor(self, number: int, place: int) -> tuple[Tensor | None, bool]:
         """(the tensor with which a branch computes for a value, whether that branch, or one around it, made the value).

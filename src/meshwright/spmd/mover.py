@@ -93,8 +93,8 @@ class Mover:
         """The result of ``move``, reused as long as ``x`` is not written: q, k and v share one gradient all-reduce."""
         memos = x._mw_memo if isinstance(x, GlobalTensor) else x.__dict__
         local = x._mw_local if isinstance(x, GlobalTensor) else x
-        if (writes := version(local)) is None:
-            return move(local)
+        if (writes := version(local)) is None or torch.is_inference_mode_enabled():
+            return move(local)  # (no backward may save what is made in inference mode)
         if isinstance(x, GlobalTensor) and x._mw_memory is not None:
             writes += x._mw_memory.written  # both only grow
         key = (writes, torch.is_grad_enabled() and local.requires_grad)
