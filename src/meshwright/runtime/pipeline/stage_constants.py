@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.stage import StageProgram
 from meshwright.calls.structure import attributes_in, owner_of
 from meshwright.calls.tracer import Slot, slot_value
+from meshwright.described import tensors_within
 from meshwright.runtime.module_state import content_of, fill
+from meshwright.runtime.pipeline.homes import Home
 
 
 @contextmanager
-def other_stages_state_kept(model: nn.Module, program: StageProgram) -> Iterator[None]:
-    """A context for a forward of one stage. Afterwards, attributes that other stages change have their values from before.
+def other_ranks_state_kept(model: nn.Module, program: StageProgram, changed: Mapping[Slot, Home]) -> Iterator[None]:
+    """A context for a forward of one stage. Afterwards, attributes that other stages change have their values from before; and
+    so have those in which a branch of other ranks has left what this rank does not have.
 
-    A stage follows the whole forward, so it may also run code that changes attributes on behalf of other stages.
+    A stage follows the whole forward, so it may also run code that changes attributes on behalf of others.
+
+    Args:
+        changed: the buffers and attributes that one stage or branch changes.
     """
     slots = [slot for slot, event in program.graph.changes.items() if not program.start <= event < program.stop]
+    of_branches = [slot for slot, home in changed.items() if home.place not in program.rank_places]
     contents = [_SlotContent.of(model, slot) for slot in slots]
+    contents_of_branches = [_SlotContent.of(model, slot) for slot in of_branches]
     try:
         yield
     finally:
+        contents += [c for c in contents_of_branches if _has_placeholder(slot_value(model, c.slot))]
         for content in contents:
             if content.value is not None and content.value is not _MISSING:
                 content.restore(model)
+
+
+def _has_placeholder(value: Any) -> bool:
+    return any(isinstance(t, Placeholder) for t in tensors_within(value))
 
 
 class StageConstants:

@@ -32,7 +32,7 @@ from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrad
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.homes import Home, Homes
 from meshwright.runtime.pipeline.program import Call, Program
-from meshwright.runtime.pipeline.stage_constants import StageConstants, other_stages_state_kept
+from meshwright.runtime.pipeline.stage_constants import StageConstants, other_ranks_state_kept
 from meshwright.runtime.pipeline.stage_generators import StageGenerators
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
@@ -331,7 +331,8 @@ class PipelineStep:
             # A copy: each stage must get the batch as it was, and autograd cannot distinguish writes to rows of one tensor.
             piece = _own_copy(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
-        with self._stages.calls.following(part), other_stages_state_kept(model, part.program):
+        kept = other_ranks_state_kept(model, part.program, self.programs[m].changed)
+        with self._stages.calls.following(part), kept:
             output = self._call(model, piece)
         if part.left:
             self._left[m] = part.left
