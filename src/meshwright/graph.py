@@ -169,6 +169,7 @@ class Call:
 
     Attributes:
         module: the name of the module.
+        inputs: the values among its arguments, without those that attributes of its modules hold as well.
         outputs: for each tensor in its result the number of the value; None for one that follows from the batch alone.
         arguments: (args, kwargs) of the call, with tensors that have only shapes.
         returned: its result, with tensors that have only shapes.
@@ -192,6 +193,7 @@ class Call:
     path: Path
     start: int
     stop: int = -1
+    inputs: frozenset[int] = frozenset()
     outputs: tuple[int | None, ...] = ()
     arguments: Any = None
     argument_tensors: tuple[Any, ...] = ()

@@ -1062,7 +1062,8 @@ def called_block(b: Builder) -> None:
     if "swapped" in b.allowed:
         tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
         ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
-    if "transforms" in b.allowed:
+    # Torch ends the process at a write under no_grad to a view, within a transform.
+    if "transforms" in b.allowed and "no_grad" not in b.classes[-1].source():
         ways += [b.pick([f"torch.vmap(self.{name})({{0}})", f"torch.func.grad(lambda t: self.{name}(t).square().sum())({{0}})",
                          f"torch.func.jvp(self.{name}, ({{0}},), (torch.ones_like({{0}}),))[1]"])]  # fmt: skip
     text = b.pick(ways)
@@ -1295,7 +1296,7 @@ def program(draw: random.Random, kinds: frozenset[str], longest: int = 10) -> Pr
             found = loss(b)
             b.get(found).backward(retain_graph=True)  # torch refuses some writes only here
             result = f'{{"loss": {found if "loose ends" in kinds else b.tie_ends(found)}}}'
-    except (RefusedError, RuntimeError):
+    except (RefusedError, RuntimeError, AttributeError):  # (a hook may get None for a gradient)
         return None
     finally:
         torch.set_default_dtype(default)
@@ -1308,6 +1309,8 @@ def _differentiable(program: Program, run: Run) -> bool:
     """Whether nothing that a backward needs is written through ``.data``, of which torch does not know: a gradient that is
     computed from what has changed is right nowhere."""
     source = re.sub(r"(\S+)\.data = (.*)", r"\1.detach().copy_(\2)", program.source())
+    # Torch ends the process at a hook on a view that is written.
+    source = re.sub(r"(?m)^( +)\S*\.register_hook\(.*$", r"\1pass", source)
     seen = replace(run, source=source.replace(".data", ".detach()"), rows=((ROWS,),))
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if run.precise else torch.float32)

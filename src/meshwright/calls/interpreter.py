@@ -53,6 +53,9 @@ class StageInterpreter(Tracer):
         _grad          whether gradients were enabled before the forward. It never changes.
         _open_units    how many units of FSDP are open: the forward does not stop within one.
         _replacements  tensors that hooks passed to modules in place of values, by id: within the module, each is used as it is.
+        _inner_place   the branch in which untraced code of the model runs that takes values beside its arguments (from a
+                       closure), or that may do so; 0 otherwise.
+        _hidden        how many tensors of other places the running call, if it is untraced, has met there.
         _hooking       whether torch is making the autograd node for a module's backward hook.
         _stale         whether some plain tensor on this rank (a buffer, say) has since been changed by another stage. Once
                        true, it stays true.
@@ -94,6 +97,7 @@ class StageInterpreter(Tracer):
         self._crossings = Crossings(program, self._values, exchange)
         self._started: list[tuple[int, Call, RunningBlock]] = []
         self._grad, self._open_units = torch.is_grad_enabled(), 0
+        self._inner_place = self._hidden = 0
         self._replacements: dict[int, Tensor] = {}
         self._hooking = self._stale = self._unrecorded = False
         self.left: list[list[Tensor]] = []
@@ -217,6 +221,8 @@ class StageInterpreter(Tracer):
             self._started.append((first_use, call, self._streams.start(stream, forward.run, args, kwargs)))
             self.closed -= 1
             return stub(call, *model_args, self._stand_in, self.name_value)
+        self._inner_place = place if self.program.hides.get(path, True) else 0
+        self._hidden = 0
         try:
             result = self._runner.run(place, forward.run, args, kwargs)
         except Exception as error:
@@ -225,6 +231,9 @@ class StageInterpreter(Tracer):
             result = stub(call, args, kwargs, partial(self._runner.ones, place), self.name_value)
         finally:
             self.closed -= 1
+            if self._inner_place:
+                self.program.hides[path] = self._hidden > 0
+            self._inner_place = 0
         self._results.add_changes(self, call, (args, kwargs), batch_tensors)
         return self._results.of_call(self, call, as_new_tensors(self, result, (args, kwargs), call.outputs), place)
 
@@ -266,7 +275,15 @@ class StageInterpreter(Tracer):
     def segment_begins(self, segment: Segment) -> bool:
         """See ``Tracer``. A segment is recomputed untraced, so only if all its events are this rank's."""
         start, stop = self.graph.segments.get(segment, (0, 0))
-        return start < stop and all(map(self.program.runs, range(start, stop)))
+        return start < stop and all(map(self.program.runs, range(start, stop))) and self._has_inputs(start, stop)
+
+    def _has_inputs(self, start: int, stop: int) -> bool:
+        """Whether the model's own tensors are those with which branches compute in these events: whole tensors of this rank. A
+        recomputation takes the model's."""
+        place, values = self.program.place, self.graph.values
+        inputs = {(place(p), n) for p in range(start, stop) if place(p) for n in self.graph.events[p].inputs}
+        outside = [n for here, n in inputs if place(values[n].position) != here]
+        return all(n in self._values and type(self._values[n]) is Tensor for n in outside)
 
     def takes_values(
         self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -349,6 +366,8 @@ class StageInterpreter(Tracer):
         if (missing := next(placeholders, None)) is not None:
             raise self.unavailable(missing._mw_value[1], event.function, event.line)
         args = self._runner.sized(place, func, args)
+        if self.runs_code(func):
+            self._inner_place = place
         try:
             if position in self.program.shared_draws:
                 result = self._runner.shared_draw(place, func, model_args, (args, kwargs))
@@ -358,6 +377,8 @@ class StageInterpreter(Tracer):
             if event.reads or not self._runner.failed(place, error):
                 raise
             result = self._runner.ones_of_event(event, place, target_of(func, args, kwargs))
+        finally:
+            self._inner_place = 0
         if event.reads and event.inputs:
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_inputs(self.graph.calls[event.path], place)
@@ -420,11 +441,17 @@ class StageInterpreter(Tracer):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
         foreign = not _ORDINARY.issuperset(types) and any(issubclass(t, Placeholder) for t in types)
-        if (self._stale or foreign) and not is_fact(func):
-            args, kwargs = map_within(self._tensor_of, (args, kwargs))
+        if self._inner_place or ((self._stale or foreign) and not is_fact(func)):
+            args, kwargs = map_within(self._inner_tensor_of, (args, kwargs))
         if self._unrecorded and not is_fact(func):
             self._has_parameters((args, kwargs), label_of(func))
         return func(*args, **kwargs)
+
+    def _inner_tensor_of(self, t: Tensor) -> Tensor:
+        """``_tensor_of`` in untraced code. Counts tensors of other places."""
+        inner = self._tensor_of(t, self._inner_place)
+        self._hidden += inner is not t
+        return inner
 
     def _has_parameters(self, arguments: Any, function: str) -> None:
         """Raises a PathError if one of the arguments is a parameter of another stage. (Torch computes with it, on the CPU,
@@ -434,7 +461,7 @@ class StageInterpreter(Tracer):
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""
-        return super().may_be_passed() and not self._stale and not self._unrecorded
+        return super().may_be_passed() and not (self._stale or self._unrecorded or self._inner_place)
 
 
 _ORDINARY = frozenset([Tensor, nn.Parameter])

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.graph import ROOT, Call, ModelGraph
+from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.regions import Fork, Join, PlacesOfCalls, find_regions
 from meshwright.spmd.torch_functions import draws
 from meshwright.submesh import Submeshes
@@ -76,6 +76,8 @@ class StageProgram:
         other_stage_draws: draws of other stages from a generator from which this stage draws too.
         last_change: the last event that changes what lasts beyond the forward; -1 if there is none.
         treatments: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
+        hides: path of a call in a branch → whether its code takes values beside its arguments (of a closure), as its first run
+            run has shown.
         streamed: path of a call that runs on a stream → (the stream, the first position at which something takes its values).
     """
 
@@ -112,6 +114,7 @@ class StageProgram:
         self.shared_draws = self._find_shared_draws(placed or {})
         self.other_stage_draws = self._find_other_stage_draws()
         self.last_change = self._last_change(batch_writes)
+        self.hides: dict[Path, bool] = {}
         self.treatments = {path: self._treatment(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: (stream, self._first_use(call))
@@ -186,7 +189,7 @@ class StageProgram:
         all_here = call.start < call.stop and events_here == len(inside)
         if all_here and len({self.place(p) for p in inside}) == 1 and not followed:
             needed = {*used_outside, *({*self.out, *self.joined} & set(values))}
-            hidden = not needed <= call.results or self._memory_used_later(inside)
+            hidden = not needed <= call.results or self._memory_used_later(inside) or self._takes_unseen(call)
             return OPEN if hidden else RUN
         if call.start == call.stop or events_here or call.fresh:
             return OPEN
@@ -201,6 +204,16 @@ class StageProgram:
             if before is not None and graph.values[before].position < call.start:
                 return OPEN
         return STUB
+
+    def _takes_unseen(self, call: Call) -> bool:
+        """Whether a call in a branch takes a value of another place that is not among its arguments (it stands in an attribute,
+        or in place of a parameter). If the call ran untraced, it would not take the branch's tensor for that value."""
+        place, values = self.place(call.start), self.graph.values
+        if not place:
+            return False
+        taken = {n for p in range(call.start, call.stop) for n in self.graph.events[p].inputs} - call.inputs
+        before = (values[n].position for n in taken if values[n].position < call.start)
+        return any(self.divides(place) or self.place(p) != place for p in before)
 
     def _memory_used_later(self, inside: range) -> bool:
         """Whether an event after a call uses memory that the call wrote, through a tensor that was no value before: one that

@@ -203,6 +203,10 @@ class Tracer(FunctionMode):
         untraced.__name__ = name  # type: ignore[attr-defined]
         return self._called(untraced, identity, args, kwargs, hidden=hidden)
 
+    def runs_code(self, func: Any) -> bool:
+        """Whether an event runs code of the model (a Function of autograd, what ``torch.func`` transforms)."""
+        return isinstance(func, partial) and func.func == self.untraced
+
     def untraced(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function; the functions that it calls are not traced."""
         self.closed += 1

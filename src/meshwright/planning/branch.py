@@ -54,6 +54,7 @@ def find_branches(
     _check_slots(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     _check_sizes(regions, tree, graph, findings)
+    _check_differentiated(regions, tree, graph, findings)
     homes = _homes(model, graph, regions, placed)
     shared = [name for name, places in homes.items() if len(places) > 1]
     if shared:
@@ -222,6 +223,41 @@ def _check_sizes(regions: Regions, places: Submeshes, graph: ModelGraph, finding
                 required="tensors that cross into a branch or out of it have sizes that follow from the batch",
                 fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
             )
+
+
+def _check_differentiated(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+    """Adds a finding for each gradient that the forward asks for itself and that would flow from one place to another: what the
+    branches take of the trunk are tensors of their own, and the graph of a join cannot be differentiated again."""
+    for position in graph.differentiated:
+        passed = {regions.places[p] for p in (*_differentiated_events(graph, position), position)}
+        if len(passed) > 1:
+            place = places[max(passed)]
+            findings.add(
+                where=f"modules.{place.modules[0]}.on",
+                given=f"a gradient that the forward asks for itself ({_where(graph.events[position])}), and that flows out of "
+                "this branch or into it",
+                required="such a gradient flows through one branch, or through none",
+                fix=f"leave out on: for {', '.join(place.modules[:3])}",
+            )
+
+
+def _differentiated_events(graph: ModelGraph, position: int) -> list[int]:
+    """The positions of the events through which a gradient flows that the event at ``position`` asks for."""
+    event, values = graph.events[position], graph.differentiated[position]
+    names = {graph.values[n].name for n in values or ()}
+    reached = {n for n, value in enumerate(graph.values) if value.name in names}
+    of_all = values is None and not event.parameters
+    after = []
+    for p, before in enumerate(graph.events[:position]):
+        if of_all or not reached.isdisjoint(before.inputs) or not {*event.parameters}.isdisjoint(before.parameters):
+            reached.update(graph.values_made_by(p))
+            after.append(p)
+    needed, passed = {*event.inputs}, []
+    for p in reversed(after):
+        if not needed.isdisjoint(graph.values_made_by(p)):
+            needed.update(graph.events[p].inputs)
+            passed.append(p)
+    return passed
 
 
 def slots_of_two_places(

@@ -100,6 +100,7 @@ class ForwardRecorder(Tracer):
         call.leaf = next(module.children(), None) is None
         call.arguments = (args, kwargs)
         call.argument_tensors = tuple(tensors_of(call.arguments))
+        call.inputs = frozenset(n for t in call.argument_tensors if (n := self.number(t)) is not None)
         self._entered[path] = self.memory.ticks
         arguments = set(map(id, call.argument_tensors))
         if path == ROOT:  # what is older than the forward: its batch, and what modules keep
@@ -183,10 +184,11 @@ class ForwardRecorder(Tracer):
         self._on_modules |= on_module
         reachable = on_module | {n for t in tensors_of([args, kwargs]) if (n := self.number(t)) is not None}
         stashed = frozenset(n for n in reachable if self.graph.values[n].position >= call.start)
-        if stashed:
+        if stashed or on_module:
             for depth in range(1, len(call.path) + 1):
                 around = self.graph.calls[call.path[:depth]]
                 around.stashed |= stashed
+                around.inputs -= on_module
 
     def event(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], path: Path, index: int
