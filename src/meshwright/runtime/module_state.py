@@ -188,6 +188,41 @@ class ModuleState:
                 p.restore()
 
 
+class AttributeValues:
+    """The values of all attributes of a module and of its submodules at one moment, by reference.
+
+    A backward that runs parts of a forward again (checkpoints of the model's own) needs what that forward left there, and
+    other forwards may have run since.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = (vars(m) for m in module.modules())
+        self._values = [(t, {key: value for key, value in t.items() if key not in _INTERNAL}) for t in tables]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which the attributes have these values. Afterwards those that had others have them again."""
+        replaced = [
+            (table, key, table.get(key, _MISSING))
+            for table, values in self._values
+            for key, value in values.items()
+            if table.get(key, _MISSING) is not value
+        ]
+        for table, values in self._values:
+            table.update(values)
+        try:
+            yield
+        finally:
+            for table, key, value in replaced:
+                if value is _MISSING:
+                    table.pop(key, None)
+                else:
+                    table[key] = value
+
+
+_MISSING = object()
+
+
 @dataclass(frozen=True)
 class _Written:
     """A snapshot of a parameter that a forward may write to.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from meshwright.runtime.module_state import AttributeValues
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 
 
@@ -23,6 +24,7 @@ class Flight:
         grads: number of an output → its gradients, one from each stage that uses it.
         input_grads: number of a received value → its gradient, which is sent to the stage that computed the value; None if
             the value has no gradient. An item is removed when it is sent.
+        attributes: those of modules after the forward, if it has checkpoints, which its backward runs again.
         deferred: the deferred weight gradients, if the backward is split in two halves.
     """
 
@@ -33,6 +35,7 @@ class Flight:
     ends: list[Tensor] = field(default_factory=list)
     grads: dict[int, list[Tensor]] = field(default_factory=dict)
     input_grads: dict[int, Tensor | None] = field(default_factory=dict)
+    attributes: AttributeValues | None = None
     deferred: DeferredWeightGrads | None = None
 
     def roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -49,6 +52,7 @@ class Flight:
     def end(self) -> None:
         """Call after the backward: releases all tensors but the gradients to send, and the deferred weight gradients."""
         self.received, self.outputs, self.loss, self.ends, self.grads, self.arrived = {}, {}, None, [], {}, []
+        self.attributes = None
 
 
 def _has_graph(t: Tensor) -> bool:

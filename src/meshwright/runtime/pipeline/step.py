@@ -27,7 +27,7 @@ from meshwright.chance import host_seeded
 from meshwright.errors import ReplicaError, StageError
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import ForwardContext, no_context
-from meshwright.runtime.module_state import ModuleState
+from meshwright.runtime.module_state import AttributeValues, ModuleState
 from meshwright.runtime.pipeline.deferred_weight_grads import DeferredWeightGrads
 from meshwright.runtime.pipeline.flight import Flight
 from meshwright.runtime.pipeline.homes import Home, Homes
@@ -308,7 +308,7 @@ class PipelineStep:
             stack.enter_context(MeanScaler(self._microbatches.factors[m]).on(model))
             stack.enter_context(self._forward_context(model, (action.stage, m)))
             flight.ends = stack.enter_context(self._stages.sync.forward())
-            output = self._output(part, m)
+            output = self._output(part, flight, m)
             if part is not None and not part.program.last:
                 # From the output, and not from the interpreter: FSDP2's hooks may have replaced the tensors.
                 flight.outputs = dict(zip(part.program.out, output, strict=True))
@@ -320,11 +320,12 @@ class PipelineStep:
         if not self._backward_too:
             flight.received, flight.loss, flight.ends = {}, None, []
 
-    def _output(self, part: StageInterpreter | None, m: int) -> Any:
+    def _output(self, part: StageInterpreter | None, flight: Flight, m: int) -> Any:
         """The model's output for a microbatch; of a stage before the last, the values that it sends."""
         model, piece = self._stages.model, self._microbatches.batches[m]
         if part is None:
-            return self._call(model, piece)
+            with self._attributes_kept(flight):
+                return self._call(model, piece)
         if self.programs[m].graph.left_changes:
             piece = snapshot(piece, lambda t: t)
         if self.programs[m].writes:
@@ -332,11 +333,23 @@ class PipelineStep:
             piece = _own_copy(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
         kept = other_ranks_state_kept(model, part.program, self.programs[m].changed)
-        with self._stages.calls.following(part), kept:
+        with self._stages.calls.following(part), kept, self._attributes_kept(flight):
             output = self._call(model, piece)
         if part.left:
             self._left[m] = part.left
         return output
+
+    @contextmanager
+    def _attributes_kept(self, flight: Flight) -> Iterator[None]:
+        """A context for a forward. Its backward has the attributes that it leaves, if it has checkpoints."""
+        if not self._backward_too:
+            yield
+            return
+        checkpoints: list[Any] = []
+        with checkpoints_noted(checkpoints):
+            yield
+        if checkpoints:
+            flight.attributes = AttributeValues(self._stages.model)
 
     def _part(self, action: Action, flight: Flight) -> StageInterpreter:
         """The interpreter for a stage's part of the forward."""
@@ -389,7 +402,8 @@ class PipelineStep:
         state = self._state_after_first.get(action.stage) if action.microbatch else None
         if roots:
             stages, restored = self._stages, state.restored() if state else nullcontext()
-            with restored, flight.deferred or nullcontext(), stages.spmd_mode(), stages.around_backward():
+            attributes = nullcontext() if flight.attributes is None else flight.attributes.restored()
+            with restored, attributes, flight.deferred or nullcontext(), stages.spmd_mode(), stages.around_backward():
                 BACKWARD(roots, grads)
         may_lack = program is not None and program.graph.may_lack_gradients
         flight.input_grads = {
