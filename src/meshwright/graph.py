@@ -242,6 +242,8 @@ class ModelGraph:
         calls: path → call.
         values: by number.
         carried: (module, name) of each buffer and attribute that the forward changes and with which the next one begins.
+        changed: (module, name) of each buffer and attribute that a whole forward leaves changed; empty without a pipeline.
+        changes_hooks: whether it leaves other forward hooks on modules than it found.
         changes: (module, name) of each of them → the position of its last change.
         repeated: (module, name) of each Python constant that the forward changes whatever the values are (a count of forwards)
             → the position by which it is changed. Each stage changes its own copy.
@@ -288,6 +290,8 @@ class ModelGraph:
     rows: int = 0
     by_rows: frozenset[int] = frozenset()
     carried: tuple[tuple[str, str], ...] = ()
+    changed: frozenset[tuple[str, str]] = frozenset()
+    changes_hooks: bool = False
     changes: dict[tuple[str, str], int] = field(default_factory=dict)
     repeated: dict[tuple[str, str], int] = field(default_factory=dict)
     parameter_writes: dict[str, int] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.regions import Fork, Join, PlacesOfCalls, find_regions
@@ -78,6 +79,8 @@ class StageProgram:
         treatments: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
         hides: path of a call in a branch → whether its code takes values beside its arguments (of a closure), as its first run
             run has shown.
+        unfinished: the tables of attributes and hooks that a forward of this stage leaves half done, as the first has shown.
+            None before it.
         streamed: path of a call that runs on a stream → (the stream, the first position at which something takes its values).
     """
 
@@ -115,6 +118,7 @@ class StageProgram:
         self.other_stage_draws = self._find_other_stage_draws()
         self.last_change = self._last_change(batch_writes)
         self.hides: dict[Path, bool] = {}
+        self.unfinished: list[Any] | None = None
         self.treatments = {path: self._treatment(call) for path, call in graph.calls.items()}
         self.streamed = {
             path: (stream, self._first_use(call))

@@ -53,7 +53,7 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     record = partial(_recorded, model, run, origins)
     recorder, shadow = record(())
     changed = snapshot.changed(recorder.memory.written) if staged or follow else []
-    draws = host_drawn(generators) != numbers
+    draws, changes_hooks = host_drawn(generators) != numbers, snapshot.hooks_changed()
     snapshot.put_back()
     reshaped: list[Slot] = []
     followed, changed = (None, changed) if staged or not changed else (record(changed)[0].graph, [])
@@ -72,6 +72,7 @@ def _captured(model: nn.Module, run: Callable[[nn.Module], Any], staged: bool, f
     if in_parts and shadow.measured and not recorder.graph.of_this_batch:
         _with_sizes_of_batch(recorder, record, changed, snapshot, draws)
     recorder.graph.followed = followed
+    recorder.graph.changed, recorder.graph.changes_hooks = frozenset(changed), changes_hooks
     recorder.graph.read = None if draws or origins.unknown else frozenset(origins.read - snapshot.memories())
     return recorder.graph
 

@@ -122,6 +122,10 @@ class StateSnapshot:
             if differs(before.get(key), table, key)
         ]
 
+    def hooks_changed(self) -> bool:
+        """Whether modules have other forward hooks now."""
+        return any(table.keys() != before.keys() for table, before in self._hooks)
+
     def by_python(self, slots: Iterable[Slot]) -> list[Slot]:
         """Those of ``slots`` that held no tensor, or did not exist: Python may act on them (``if self.last is not None``)."""
         return [s for s in slots if s not in self._before or not isinstance(self._before[s].value, Tensor)]

@@ -439,6 +439,29 @@ def _has_content(holder: _Holder, content: Any) -> bool:
     return all(map(is_, holder, content))
 
 
+def undo(holder: _Holder, content: Any, but: Container[Any] | None) -> bool:
+    """Writes items back to a container, except under the keys ``but`` (None: all of it). Returns whether any was another."""
+    if but is None or _has_content(holder, content):
+        return False
+    if not isinstance(holder, _MAPPINGS):
+        fill(holder, content)
+        return True
+    internal = _INTERNAL if "_parameters" in holder else ()
+    keys = [k for k in {**content, **holder} if k not in internal and k not in but]
+    others = [k for k in keys if holder.get(k, _MISSING) is not content.get(k, _MISSING)]
+    for key in others:
+        if key in content:
+            holder[key] = content[key]
+        else:
+            del holder[key]
+    return bool(others)
+
+
+def hook_tables(model: nn.Module) -> list[MutableMapping[str, Any]]:
+    """The tables of forward hooks of all modules that have any of their own."""
+    return [vars(m)[name] for m in model.modules() for name in _HOOKS if name in vars(m)]
+
+
 def fill(holder: _Holder, content: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> None:
     """Writes items back to a container. Of a module's attributes only those that may be state are written.
 

@@ -36,6 +36,7 @@ from meshwright.runtime.pipeline.stage_constants import StageConstants, other_ra
 from meshwright.runtime.pipeline.stage_generators import StageGenerators
 from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.pipeline.transfers import Transfers
+from meshwright.runtime.pipeline.unfinished import unfinished_undone
 from meshwright.runtime.rows.batch import copied, tensors_in, with_tensors
 from meshwright.runtime.rows.loss import Loss, one_number
 from meshwright.runtime.rows.loss_weights import MeanScaler, scaled_loss
@@ -333,7 +334,8 @@ class PipelineStep:
             piece = _own_copy(piece)
             self._written[part.program.stage, m] = tensors_in(piece)
         kept = other_ranks_state_kept(model, part.program, self.programs[m].changed)
-        with self._stages.calls.following(part), kept, self._attributes_kept(flight):
+        undone = unfinished_undone(model, part.program)
+        with self._stages.calls.following(part), kept, undone, self._attributes_kept(flight):
             output = self._call(model, piece)
         if part.left:
             self._left[m] = part.left
