@@ -67,7 +67,7 @@ def waits_of_a_step(plan: Any, rank: int, monkeypatch: pytest.MonkeyPatch, **how
     with world(rank, Plan.parse(plan).mesh.size, waits, monkeypatch):
         job, rows = job_on_device(Model, plan, {"ids": IDS, "labels": IDS}, rank, fake, waits, loss=lambda out: out)
         # Trials compare values: what they would find is told.
-        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch: Verdict("mean"))
+        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch, mode: Verdict("mean"))
         monkeypatch.setattr(Division, "_try_what_is_new", lambda division: None)
         with fake, waits:
             if how.get("from_host"):
@@ -146,7 +146,7 @@ def test_an_observed_step_waits_for_the_device_when_it_has_ended(name: str, monk
     waits = Waits(fake)
     with world(0, Plan.parse(plan).mesh.size, waits, monkeypatch):
         job, rows = job_on_device(Model, plan, {"ids": IDS, "labels": IDS}, 0, fake, waits, loss=lambda out: out)
-        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch: Verdict("mean"))
+        monkeypatch.setattr(RowTrials, "_how_rows_combine", lambda trials, batch, mode: Verdict("mean"))
         monkeypatch.setattr(Division, "_try_what_is_new", lambda division: None)
         monkeypatch.setattr(torch, "Event", Ticking.on(waits))
         with fake, waits:
