@@ -772,6 +772,14 @@ def dropout(b: Builder) -> None:
 # --- functions of autograd's, transforms, closures ----------------------------------------------------------------------
 
 GIVEN = {
+    "WithContext": """class WithContext(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.context = inner, None
+
+    def forward(self, h):
+        c = self.context[0] if isinstance(self.context, list) else self.context() if callable(self.context) else self.context
+        return self.inner(h) * torch.sigmoid(c)""",
     "Bent": """class Bent(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p):
@@ -990,7 +998,7 @@ def block(b: Builder, x: str, *, without: Iterable[str] = (), writes: bool = Fal
         fresh = t.detach().clone()
     inner = Builder(
         b.draw,
-        b.allowed - {"blocks", "towers", "embeddings", "outputs", "argument writes", *without},
+        b.allowed - {"blocks", "towers", "embeddings", "outputs", "argument writes", "contexts", *without},
         {"h": fresh.requires_grad_() * 1.0 if writes else fresh.requires_grad_()},
         b.classes,
     )
@@ -1144,6 +1152,27 @@ def argument_written(b: Builder) -> None:
         z = b.new("{0} + {1}", z, b.new(f"self.{other}({{0}})", b.new("{0} * 1.0", x) if b.chance() else x))
     if b.chance():
         b.new(b.pick(["{0} + {1}", "{0} * {1}.tanh()", "torch.cat([{0}, {1}], -1)"]), z, y)
+
+
+@operation("contexts", 2)
+def in_context(b: Builder) -> None:
+    """Submodules that find a value in an attribute, perhaps in a closure there, which may be reset when they have run."""
+    x = b.value(long)
+    shape = b.get(x).shape
+    c = b.value(lambda t: t.shape == shape)
+    sides = ["left", "right"] if b.chance() else ["block"]
+    made = b.given("WithContext")
+    names = [b.member(side, f"{made}({block(b, x, without={'dropout'})}())") for side in sides]
+    kept = b.pick(["{0}", "lambda: {0}", "{0}.detach()", "({0} > 0).to({0}.dtype)", "[{0}]"])
+    for name in names:
+        b.do(f"self.{name}.context = {kept}", c)
+    again = "checkpoint" in b.allowed and b.chance(3)
+    way = "checkpoint(self.%s, {0}, use_reentrant=False)" if again else "self.%s({0})"
+    values = [b.new(way % name, x) for name in names]
+    for name in [] if again or b.chance() else names:
+        b.do(f"self.{name}.context = None")
+    if len(values) > 1:
+        b.new("{0} + {1}", *values)
 
 
 # --- half types ---------------------------------------------------------------------------------------------------------

@@ -189,35 +189,27 @@ class ModuleState:
 
 
 class AttributeValues:
-    """The values of all attributes of a module and of its submodules at one moment, by reference.
+    """The values of all attributes of a module and of its submodules at one moment, and the items of containers and objects
+    in them, by reference.
 
     A backward that runs parts of a forward again (checkpoints of the model's own) needs what that forward left there, and
     other forwards may have run since.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        tables = (vars(m) for m in module.modules())
-        self._values = [(t, {key: value for key, value in t.items() if key not in _INTERNAL}) for t in tables]
+        buffers = {id(buffers_in(m)) for m in module.modules()}
+        tables = {id(table) for table in hook_tables(module)} | buffers
+        self._contents = [(h, content) for h, content in Contents(module).items if id(h) not in tables]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context in which the attributes have these values. Afterwards those that had others have them again."""
-        replaced = [
-            (table, key, table.get(key, _MISSING))
-            for table, values in self._values
-            for key, value in values.items()
-            if table.get(key, _MISSING) is not value
-        ]
-        for table, values in self._values:
-            table.update(values)
+        replaced = [(holder, replace(holder, content)) for holder, content in self._contents]
         try:
             yield
         finally:
-            for table, key, value in replaced:
-                if value is _MISSING:
-                    table.pop(key, None)
-                else:
-                    table[key] = value
+            for holder, items in replaced:
+                put_back(holder, items)
 
 
 _MISSING = object()
@@ -439,22 +431,40 @@ def _has_content(holder: _Holder, content: Any) -> bool:
     return all(map(is_, holder, content))
 
 
-def undo(holder: _Holder, content: Any, but: Container[Any] | None) -> bool:
-    """Writes items back to a container, except under the keys ``but`` (None: all of it). Returns whether any was another."""
+def replace(holder: _Holder, content: Any, but: Container[Any] | None = frozenset()) -> Any:
+    """Writes items to a container, except under the keys ``but`` (None: nothing is written).
+
+    Args:
+        content: from ``content_of``.
+
+    Returns:
+        What was replaced, for ``put_back``: (key → the value; ``_MISSING`` if there was none) of a mapping, else all items.
+        Empty if nothing was.
+    """
     if but is None or _has_content(holder, content):
-        return False
+        return {}
     if not isinstance(holder, _MAPPINGS):
+        items = content_of(holder)
         fill(holder, content)
-        return True
+        return {"items": items}
     internal = _INTERNAL if "_parameters" in holder else ()
     keys = [k for k in {**content, **holder} if k not in internal and k not in but]
-    others = [k for k in keys if holder.get(k, _MISSING) is not content.get(k, _MISSING)]
-    for key in others:
-        if key in content:
-            holder[key] = content[key]
+    replaced = {k: holder.get(k, _MISSING) for k in keys if holder.get(k, _MISSING) is not content.get(k, _MISSING)}
+    put_back(holder, {k: content.get(k, _MISSING) for k in replaced})
+    return replaced
+
+
+def put_back(holder: _Holder, replaced: Mapping[Any, Any]) -> None:
+    """Writes back what ``replace`` has replaced."""
+    if not isinstance(holder, _MAPPINGS):
+        for items in replaced.values():
+            fill(holder, items)
+        return
+    for key, value in replaced.items():
+        if value is _MISSING:
+            holder.pop(key, None)
         else:
-            del holder[key]
-    return bool(others)
+            holder[key] = value
 
 
 def hook_tables(model: nn.Module) -> list[MutableMapping[str, Any]]:

@@ -19,7 +19,7 @@ from meshwright.calls.stage import StageProgram
 from meshwright.calls.structure import attributes_in, buffers_in, owner_of
 from meshwright.calls.tracer import slot_value
 from meshwright.graph import ModelGraph
-from meshwright.runtime.module_state import Contents, content_of, hook_tables, undo
+from meshwright.runtime.module_state import Contents, content_of, hook_tables, replace
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def unfinished_undone(model: nn.Module, program: StageProgram) -> Iterator[None]
         ended = True
     finally:
         lasting = _lasting(model, program.graph) if before else {}
-        undone = [h for h, content in before if undo(h, content, lasting.get(id(h), frozenset()))]
+        undone = [h for h, content in before if replace(h, content, lasting.get(id(h), frozenset()))]
         if program.unfinished is None and ended:
             program.unfinished = undone
 
