@@ -253,16 +253,21 @@ class Attempt:
         return not same or bool(self._of_all.final_attributes[0])
 
     def differing_attributes(self, way: str) -> dict[Name, str]:
-        """The attributes that differ after a forward of all rows and one of the first part, and how."""
-        return differing(self._of_all.final_attributes[0], self._parts[way].final_attributes[0])
+        """The attributes that differ after a forward of all rows and one of a part, and how."""
+        return differing(self._of_all.final_attributes[0], self._of_a_part(way))
+
+    def _of_a_part(self, way: str) -> dict[Name, Any]:
+        """The attributes after a forward of a part in which some differ from those of all rows; of any part if none do."""
+        of_all, of_parts = self._of_all.final_attributes[0], self._parts[way].final_attributes
+        return next((of_part for of_part in of_parts if differing(of_all, of_part)), of_parts[0])
 
     def computes_with(self, attributes: Mapping[Name, str], way: str, *, evaluating: bool = False) -> bool:
         """Whether the loss of the next forward depends on these attributes. ``evaluating``: of one in evaluation mode.
 
-        Two forwards begin with different values: those after a forward of all rows; and those after the first part if the
-        shape is the same, else invented ones.
+        Two forwards begin with different values: those after a forward of all rows; and those after a part if the shape is the
+        same, else invented ones.
         """
-        of_all, of_part = self._of_all.final_attributes[0], self._parts[way].final_attributes[0]
+        of_all, of_part = self._of_all.final_attributes[0], self._of_a_part(way)
         other = {
             n: of_part[n] if how == VALUES else perturbed(of_all[n])
             for n, how in attributes.items()
@@ -351,8 +356,9 @@ class Attempt:
     def _agrees(self, way: str, tolerance: float) -> bool:
         """Whether the results of the parts combine into those of all rows."""
         of_all, parts = self._of_all, self._parts[way]
-        if any(not _close(a, b, tolerance) for a, b in zip(of_all.final_slots[0], parts.final_slots[0], strict=True)):
-            return False  # a buffer after the forward (a running mean) depends on its rows
+        for slots in parts.final_slots:  # of each part: a maximum over all rows is that of some part
+            if any(not _close(a, b, tolerance) for a, b in zip(of_all.final_slots[0], slots, strict=True)):
+                return False  # a buffer after the forward (a running mean) depends on its rows
         self.outside = outside_of_parts(of_all.reads[0], parts.reads)
         self.left_differs = not of_all.left[0].is_joined(parts.left, _close_in_their_types)
         if self.outside or self.left_differs:
