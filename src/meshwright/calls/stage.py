@@ -77,7 +77,7 @@ class StageProgram:
         other_stage_draws: draws of other stages from a generator from which this stage draws too.
         last_change: the last event that changes what lasts beyond the forward; -1 if there is none.
         treatments: path of a call → ``RUN``, ``STUB`` or ``OPEN``.
-        hides: path of a call in a branch → whether its code takes values beside its arguments (of a closure), as its first run
+        hides: path of a call in a branch → whether its code takes values beside its arguments (of a closure), as its first
             run has shown.
         unfinished: the tables of attributes and hooks that a forward of this stage leaves half done, as the first has shown.
             None before it.
