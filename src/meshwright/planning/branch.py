@@ -177,6 +177,10 @@ def ties_by_reads(regions: Regions, placed: PlacesOfCalls, places: Submeshes, gr
     return ties
 
 
+def _leave_out(place: Submesh) -> str:
+    return f"leave out on: for {', '.join(place.modules[:3])}"
+
+
 def _check_slots(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
     followed = graph.followed or graph
     for (module, name), branch, position in slots_of_two_places(placed, places, graph):
@@ -186,7 +190,7 @@ def _check_slots(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, fi
             given=f"a buffer or attribute that a forward changes on {places[branch].on}, and that is used elsewhere too "
             f"({_where(event)})",
             required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
-            fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+            fix=_leave_out(places[branch]),
         )
 
 
@@ -203,7 +207,7 @@ def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, finding
             given=f"a draw on {places[branch].on} from a generator that other ranks draw from too ({_where(event)}), and how "
             "many numbers are drawn follows from values that they lack",
             required="a generator for each branch",
-            fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+            fix=_leave_out(places[branch]),
         )
 
 
@@ -221,7 +225,7 @@ def _check_sizes(regions: Regions, places: Submeshes, graph: ModelGraph, finding
                 given=f"a tensor whose size follows from values of the model ({_where(source)}), taken in another place "
                 f"({_where(event)})",
                 required="tensors that cross into a branch or out of it have sizes that follow from the batch",
-                fix=f"leave out on: for {', '.join(places[branch].modules[:3])}",
+                fix=_leave_out(places[branch]),
             )
 
 
@@ -237,7 +241,7 @@ def _check_differentiated(regions: Regions, places: Submeshes, graph: ModelGraph
                 given=f"a gradient that the forward asks for itself ({_where(graph.events[position])}), and that flows out of "
                 "this branch or into it",
                 required="such a gradient flows through one branch, or through none",
-                fix=f"leave out on: for {', '.join(place.modules[:3])}",
+                fix=_leave_out(place),
             )
 
 
@@ -246,10 +250,11 @@ def _differentiated_events(graph: ModelGraph, position: int) -> list[int]:
     event, values = graph.events[position], graph.differentiated[position]
     names = {graph.values[n].name for n in values or ()}
     reached = {n for n, value in enumerate(graph.values) if value.name in names}
-    of_all = values is None and not event.parameters
+    parameters = {*event.parameters}
+    of_all = values is None and not parameters
     after = []
     for p, before in enumerate(graph.events[:position]):
-        if of_all or not reached.isdisjoint(before.inputs) or not {*event.parameters}.isdisjoint(before.parameters):
+        if of_all or not reached.isdisjoint(before.inputs) or not parameters.isdisjoint(before.parameters):
             reached.update(graph.values_made_by(p))
             after.append(p)
     needed, passed = {*event.inputs}, []

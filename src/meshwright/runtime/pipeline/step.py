@@ -344,7 +344,8 @@ class PipelineStep:
     @contextmanager
     def _attributes_kept(self, flight: Flight) -> Iterator[None]:
         """A context for a forward. Its backward has the attributes that it leaves, if it has checkpoints."""
-        if not self._backward_too:
+        # The backward of a single forward that is not in parts finds them where they are.
+        if not self._backward_too or not (self.programs or len(self._microbatches.batches) > 1):
             yield
             return
         checkpoints: list[Any] = []
