@@ -6,7 +6,9 @@ import dis
 import os
 import sys
 import traceback
-from types import FrameType, TracebackType
+from collections.abc import Callable
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -38,6 +40,23 @@ def model_line(below: str = "") -> str:
     while frame is not None and not is_of_model(frame.f_code.co_filename):
         frame = frame.f_back if frame.f_code.co_filename != below else None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def variables_below(code: CodeType, where: Callable[[FrameType], bool]) -> list[Any]:
+    """The values of all local variables of the functions that run, from the caller up to a frame of ours; without those of our
+    own functions.
+
+    Args:
+        code: of our function at whose frame to stop.
+        where: whether a frame of this function is the one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found: list[Any] = []
+    while frame is not None and not (frame.f_code is code and where(frame)):
+        if not frame.f_code.co_filename.startswith(OURS):
+            found += frame.f_locals.values()
+        frame = frame.f_back
+    return found
 
 
 def line_of(error: BaseException) -> str:

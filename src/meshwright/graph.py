@@ -261,6 +261,8 @@ class ModelGraph:
         read: the memory, of the batch or of unknown origin, from which the values follow that Python read; None if some do not
             follow from memory alone, because random numbers were drawn.
         ways: position of a read → the values that its call returned, which another path returns too.
+        held: position of the first read of a call, if the value follows from values → the values that variables of the running
+            code hold.
         outputs: (path, index) of an event → its result, without values.
         rows: the number of rows of the batch, if data ranks of branches can each run their own rows; else 0.
         by_rows: positions of plain functions that work on each row alone: from some rows they make those rows of their result.
@@ -286,6 +288,7 @@ class ModelGraph:
     sized_by_model: frozenset[int] = frozenset()
     read: frozenset[int] | None = None
     ways: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    held: dict[int, frozenset[int]] = field(default_factory=dict)
     outputs: dict[tuple[Path, int], Any] = field(default_factory=dict)
     rows: int = 0
     by_rows: frozenset[int] = frozenset()
@@ -328,10 +331,12 @@ class ModelGraph:
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
     def values_made_by(self, position: int) -> list[int]:
-        """The values that an event made, without those that it returned unchanged (as a dropout does that is off)."""
+        """The values that an event made, without those that it returned unchanged (as a dropout does that is off); and of a
+        call that ends with it, what the call returns because of a value that Python read."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]
-        numbers = (n for n in (*named, *event.outputs, event.written) if n is not None)
+        decided = self._decided_at.get(position, ())
+        numbers = (n for n in (*named, *event.outputs, event.written, *decided) if n is not None)
         return [n for n in dict.fromkeys(numbers) if self.values[n].position == position]
 
     @cached_property
@@ -353,11 +358,52 @@ class ModelGraph:
             # A write through one tensor reaches all values in its memory.
             now = {new for _, new in event.renamed if new in live}
             live.update(old for old, new in event.renamed if new in now and self.values[old].differentiable)
+            if position in self.after_reads and (
+                event.path == ROOT or live.intersection(self.calls[event.path].results)
+            ):
+                # Other values might take a path on which these get a gradient.
+                live.update(n for n in self.after_reads[position] if self.values[n].differentiable)
             written = event.written is not None and self.values[event.written].storage in shared
             if now or written or live.intersection((*event.outputs, event.written, *self.ways.get(position, ()))):
                 live.update(n for n in event.inputs if self.values[n].differentiable)
             shared.update(self.values[n].storage for _, n in event.named if n in live)
         return frozenset(live)
+
+    @cached_property
+    def decided(self) -> frozenset[int]:
+        """The values that calls return in which Python read a value."""
+        return frozenset(n for numbers in self.ways.values() for n in numbers)
+
+    @cached_property
+    def _decided_at(self) -> dict[int, list[int]]:
+        """Position → those of ``decided`` that are there from then on."""
+        at: dict[int, list[int]] = {}
+        for n in sorted(self.decided):
+            at.setdefault(self.values[n].position, []).append(n)
+        return at
+
+    @cached_property
+    def after_reads(self) -> dict[int, frozenset[int]]:
+        """Position of an event by which Python reads a value → the values that the call may take afterwards, on whichever path:
+        those that its later events take, and those that its variables hold. (A later read of the same call has no entry: after
+        the first, the call is not traced.)"""
+        after: dict[int, frozenset[int]] = {}
+        for position in self.held:
+            later = (
+                n for e in self.events[position + 1 : self.calls[self.events[position].path].stop] for n in e.inputs
+            )
+            taken = {n for n in later if self.values[n].position < position}
+            after[position] = self.held[position] | taken
+        return after
+
+    @cached_property
+    def takers(self) -> dict[int, list[int]]:
+        """``consumers``, and the positions of reads after which Python may take the value (``after_reads``)."""
+        takers = {n: [*positions] for n, positions in self.consumers.items()}
+        for position, numbers in self.after_reads.items():
+            for n in numbers:
+                takers.setdefault(n, []).append(position)
+        return takers
 
     @cached_property
     def may_lack_gradients(self) -> bool:

@@ -208,9 +208,11 @@ def place_events(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) ->
                 event_places[p], fixed[p] = turns[min(turn, len(turns) - 1)], True
     value_place: dict[int, int] = {}
     joins_before: dict[int, int] = {}  # value → at least so many joins come before it
-    end = graph.calls[ROOT].stop
+    end, untraced = graph.calls[ROOT].stop, 0  # the end of a call of the trunk in which Python has read a value
     for p, event in enumerate(graph.events):
-        if not fixed[p] and p < end:
+        if p in graph.after_reads and not event_places[p]:
+            untraced = max(untraced, graph.calls[event.path].stop)
+        if not fixed[p] and untraced <= p < end:
             event_places[p] = _absorbed(p, value_place, joins_before, places, graph)
         around = places.chain(event_places[p])
         after = max((joins_before.get(n, 0) + (value_place.get(n, 0) not in around) for n in event.inputs), default=0)
@@ -334,6 +336,11 @@ class _Around:
     ) -> None:
         self.graph, self.wholes, self.around = graph, wholes, around
         self.ends, self.forks, self.outputs = ends, forks, outputs
+        # A read takes what the rest of its call may take: that is not traced. (A size that follows from values cannot cross.)
+        sized = graph.sized | graph.sized_by_model
+        after = {p: [n for n in sorted(numbers) if n not in sized] for p, numbers in graph.after_reads.items()}
+        self.inputs = [(*e.inputs, *after.get(p, ())) for p, e in enumerate(graph.events)]
+        self.takers = {n: [p for p in positions if n in self.inputs[p]] for n, positions in graph.takers.items()}
         inside = [around in places.chain(p) for p in range(len(places))]
         # For each event its branch; None: the event belongs to the place itself, or is outside of it.
         self.branch = [places.child(p, around) if inside[p] and p != around else None for p in event_places]
@@ -347,8 +354,8 @@ class _Around:
         branch_of: dict[int, int] = {}  # value → the branch that made it, in this region
         p = self.first
         while p < self.last:
-            event, branch = self.graph.events[p], self.branch[p]
-            tied = any(branch_of.get(n, branch) != branch for n in event.inputs)
+            branch = self.branch[p]
+            tied = any(branch_of.get(n, branch) != branch for n in self.inputs[p])
             if tied or p in self.ends:
                 p = self._end(p, branch_of) if tied and p not in self.ends else p
                 self._close(p)
@@ -374,7 +381,7 @@ class _Around:
                     break
                 stop = max(stop, self.wholes[p])  # an untraced call begins when all its values are there
                 worked = worked or bool(events[p].flops)
-                needs |= {n for n in events[p].inputs if branch_of.get(n, branch) != branch}
+                needs |= {n for n in self.inputs[p] if branch_of.get(n, branch) != branch}
         end = max(self._ready(n) for n in needs)
         homes = {branch_of[n] for n in needs}
         beside = any(events[p].flops and self.branch[p] in homes for p in range(end, position))
@@ -386,12 +393,12 @@ class _Around:
 
     def _takers(self, number: int, position: int) -> frozenset[int]:
         """The branches that take a value at or after a position, in this stage."""
-        uses = [p for p in self.graph.consumers.get(number, ()) if position <= p < self.last]
+        uses = [p for p in self.takers.get(number, ()) if position <= p < self.last]
         return frozenset(b for p in uses if (b := self.branch[p]) is not None)
 
     def _others_take(self, number: int, position: int) -> bool:
         """Whether anything except branches of this place takes a value at or after a position."""
-        uses = [p for p in self.graph.consumers.get(number, ()) if p >= position]
+        uses = [p for p in self.takers.get(number, ()) if p >= position]
         return number in self.outputs or any(p >= self.last or self.branch[p] is None for p in uses)
 
     def _close(self, end: int) -> None:
@@ -405,7 +412,7 @@ class _Around:
             event = self.graph.events[p]
             branches.setdefault(branch, p)
             new = self.graph.values_made_by(p)
-            for n in event.inputs if new or event.reads else ():
+            for n in self.inputs[p] if new or event.reads else ():
                 # (A value that first occurs here is a tensor that a module keeps: a buffer that only the branch has.)
                 if n not in branch_of and n not in new and n not in self.forked and self.homes.get(n) != branch:
                     taken.setdefault(n, p)

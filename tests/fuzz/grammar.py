@@ -780,6 +780,16 @@ GIVEN = {
     def forward(self, h):
         c = self.context[0] if isinstance(self.context, list) else self.context() if callable(self.context) else self.context
         return self.inner(h) * torch.sigmoid(c)""",
+    "Decides": """class Decides(nn.Module):
+    def __init__(self, inner, sign):
+        super().__init__()
+        self.inner, self.sign = inner, sign
+
+    def forward(self, h, other):
+        made = self.inner(h)
+        if (h.square().mean() * self.sign >= 0).item():
+            return made, other
+        return other, made""",
     "Bent": """class Bent(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p):
@@ -998,7 +1008,8 @@ def block(b: Builder, x: str, *, without: Iterable[str] = (), writes: bool = Fal
         fresh = t.detach().clone()
     inner = Builder(
         b.draw,
-        b.allowed - {"blocks", "towers", "embeddings", "outputs", "argument writes", "contexts", *without},
+        b.allowed
+        - {"blocks", "towers", "embeddings", "outputs", "argument writes", "contexts", "deciding modules", *without},
         {"h": fresh.requires_grad_() * 1.0 if writes else fresh.requires_grad_()},
         b.classes,
     )
@@ -1173,6 +1184,21 @@ def in_context(b: Builder) -> None:
         b.do(f"self.{name}.context = None")
     if len(values) > 1:
         b.new("{0} + {1}", *values)
+
+
+@operation("deciding modules", 2)
+def decided(b: Builder) -> None:
+    """Submodules that read a value, and return in one order or the other what they are given and what they make."""
+    x = b.value(long)
+    shape = b.get(x).shape
+    c = b.value(lambda t: t.shape == shape)
+    sides = ["left", "right"] if b.chance(3) else [b.pick(["left", "block"])]
+    made = b.given("Decides")
+    names = [b.member(side, f"{made}({block(b, x, without={'dropout'})}(), {b.pick([1, -1])})") for side in sides]
+    pairs = [b.other(f"self.{name}({{0}}, {{1}})", x, c) for name in names]
+    values = [b.new(f"{{0}}[{i}] * 1.0", pair) for pair in pairs for i in ((0, 1) if b.chance() else (b.pick([0, 1]),))]
+    if len(values) > 1 and b.chance():
+        b.new("{0} - 0.5 * {1}", *values[:2])
 
 
 # --- half types ---------------------------------------------------------------------------------------------------------

@@ -184,6 +184,15 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("!with torch.no_grad(): target = {0}.softmax(-1)", "torch.tanh({0}) + target", fits=0),
         _idiom("!with torch.autocast('cpu', dtype=torch.bfloat16): measured = ({0}.float() @ {0}.float().mT).mean()", "{0} * $param(L)"),
     ),
+    "decisions": (
+        _idiom("!seen = {0}.square().mean().item()", "$linear(L, K)({0})", fits=0),
+        _idiom("{0} * $param(L) if ({0}.square().mean() >= 0).item() else torch.tanh({0})", fits=0),
+        _idiom("$mlp(L, L)", "{1}({0}) if ({0}.square().mean() < 0).item() else {0} * 0.5", fits=0),
+        _idiom("$linear(L, L)({0})", "{1} if bool(({0} == {0}).all()) else {0}", "{2} * 1.0", fits=0),
+        _idiom("$linear(L, L)({0})", "{1} if bool(({0} != {0}).any()) else {0}", "{2} + 0.5 * {1}", fits=0),
+        _idiom("!if not torch.isfinite({0}.detach()).all(): raise ValueError('not finite')", "torch.tanh({0})", fits=0),
+        _idiom("{0} * 1.0", "!if float({0}.detach().square().mean()) >= 0: {1}.mul_($param(L))", "{1} + 0.1 * {0}", fits=0),
+    ),
     "carried": (
         _idiom("{0} + carried.get('h', 0.0)", "$linear(L, L)({1}).tanh()", "!carried['h'] = {2}.detach()", "{2} * 1.0", ids=True),
         _idiom("carried.get('last', {0}.detach())", "!carried['last'] = {0}.detach().tanh()", "{0} + 0.5 * {1}", ids=True),

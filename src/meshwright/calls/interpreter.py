@@ -201,6 +201,8 @@ class StageInterpreter(Tracer):
         if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
             self.closed, self._unrecorded = closed, False
             call = self.graph.calls[path]
+            place = self.program.place(call.stop - 1)
+            result = map_tensors(lambda t: self._tensor_of(t, place), result)
             result = as_new_tensors(self, result, (args, kwargs), call.outputs)
             result = self._results.of_call(self, call, result)
             self._results.add_changes(self, call, (args, kwargs), [])
@@ -381,7 +383,7 @@ class StageInterpreter(Tracer):
             self._inner_place = 0
         if event.reads and event.inputs:
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
-            self._values.wait_for_inputs(self.graph.calls[event.path], place)
+            self._values.wait_for_all(place)
             self.closed += 1
             self._unrecorded = True
             return result

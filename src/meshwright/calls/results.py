@@ -77,10 +77,26 @@ class Results:
             raise PathError(
                 f"{spelled(call.path)} returned {len(tensors)} tensors, but {len(call.outputs)} in the recorded forward"
             )
-        for t, number, recorded in zip(tensors, call.outputs, tensors_of(call.returned), strict=True):
+        if self._graph.ways:
+            result = self._as_decided(tracer, result, call.outputs)
+        for t, number, recorded in zip(tensors_of(result), call.outputs, tensors_of(call.returned), strict=True):
             self.add(tracer, t, number, call.start, place)
             _unmark_parameter(tracer, t, recorded)
         return self._all_rows(tracer, result, place, call.outputs, call.returned)
+
+    def _as_decided(self, tracer: Tracer, result: Any, numbers: Sequence[int | None]) -> Any:
+        """``result``, with a view in place of an older value that a call returned because of a value that Python read: with
+        another value the call returns another tensor, so what it returns has a number of its own."""
+        remaining_numbers = iter(numbers)
+
+        def decided(t: Tensor) -> Tensor:
+            number = next(remaining_numbers)
+            if number not in self._graph.decided or tracer.number(t) in (None, number):
+                return t
+            with torch.enable_grad():  # (the tensor keeps its gradient, whatever the mode of the call)
+                return tracer.untraced(t.view_as, t)
+
+        return map_tensors(decided, result)
 
     def of_event(self, tracer: Tracer, event: Event, result: Any, written: Tensor | None, place: int) -> Any:
         """Adds the results of an event that this rank ran. Returns the result that the model sees.

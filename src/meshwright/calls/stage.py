@@ -48,7 +48,7 @@ def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = Fa
     at_end = graph.left.union(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)
     for number, value in enumerate(graph.values):
         home = bisect_right(cuts, value.position)
-        takers = {bisect_right(cuts, p) for p in graph.consumers.get(number, ())}
+        takers = {bisect_right(cuts, p) for p in graph.takers.get(number, ())}
         if number in at_end:
             takers.add(last)
         for taker in takers - {home}:
@@ -186,7 +186,7 @@ class StageProgram:
         # In a branch a rank may have some rows only, but the model's containers and objects hold values with all rows.
         followed = call.visible or (bool(call.changes) and any(map(self.place, inside)))
         values = [n for p in inside for n in graph.values_made_by(p)]
-        used_outside = [n for n in values if any(p not in inside for p in graph.consumers.get(n, ()))]
+        used_outside = [n for n in values if any(p not in inside for p in graph.takers.get(n, ()))]
         events_here = sum(map(self.runs, inside))
         if not (self.shared_draws | self.other_stage_draws).isdisjoint(inside):  # every rank draws
             return OPEN
@@ -235,5 +235,5 @@ class StageProgram:
     def _first_use(self, call: Call) -> int:
         """The first position after a call at which something takes one of its values."""
         values = [n for p in range(call.start, call.stop) for n in self.graph.values_made_by(p)]
-        later = [p for n in values for p in self.graph.consumers.get(n, ()) if p >= call.stop]
+        later = [p for n in values for p in self.graph.takers.get(n, ()) if p >= call.stop]
         return min(later, default=len(self.graph.events))

@@ -126,8 +126,13 @@ class StageValues:
     def wait_for_inputs(self, call: Call, place: int) -> None:
         """Waits for all values that a call takes, as arguments or otherwise."""
         for n in list(self._arriving):
-            if any(call.start <= p < call.stop for p in self._program.graph.consumers.get(n, ())):
+            if any(call.start <= p < call.stop for p in self._program.graph.takers.get(n, ())):
                 self.awaited_branch_tensor(n, place)
+
+    def wait_for_all(self, place: int) -> None:
+        """Waits for all values that are on their way."""
+        for n in list(self._arriving):
+            self.awaited_branch_tensor(n, place)
 
     def wait_for(self, number: int) -> None:
         """Waits for a value that is on its way, and so for all that arrive together with it."""

@@ -163,9 +163,10 @@ def ties_by_reads(regions: Regions, placed: PlacesOfCalls, places: Submeshes, gr
         call, branch = graph.calls.get(event.path), regions.places[i]
         if not event.reads or not event.inputs or call is None:
             continue
+        if any(regions.places[p] != branch for p in range(i + 1, call.stop)):
+            ties.append(i)
+            continue
         if not branch:
-            if {regions.places[p] for p in range(i + 1, call.stop)} - {0}:
-                ties.append(i)
             continue
         if branch not in elsewhere:
             others = frozenset(p for p in range(len(places)) if branch not in places.chain(p))

@@ -145,9 +145,9 @@ def _written_before_checkpoints(graph: ModelGraph) -> Iterator[Span]:
 
 def _sparse_or_nested(graph: ModelGraph) -> Iterator[Span]:
     """Spans from each sparse or nested tensor to its last use: only strided tensors can be sent to another stage."""
-    for number, consumers in graph.consumers.items():
+    for number, takers in graph.takers.items():
         if not (value := graph.values[number]).strided:
-            yield _span(graph, [value.position, *consumers], "a sparse or nested tensor")
+            yield _span(graph, [value.position, *takers], "a sparse or nested tensor")
 
 
 def _span(graph: ModelGraph, positions: list[int], why: str) -> Span:
@@ -164,7 +164,7 @@ def size_of_value(graph: ModelGraph, values: Iterable[int], *, of_batch: bool = 
     Args:
         of_batch: whether the sizes depend on values of the batch only.
     """
-    uses = ([graph.values[n].position, *graph.consumers.get(n, ())] for n in values)
+    uses = ([graph.values[n].position, *graph.takers.get(n, ())] for n in values)
     why = "a tensor whose size follows from values"
     spans = (replace(_span(graph, positions, why), of_batch=of_batch) for positions in uses)
     return [s for s in dict.fromkeys(spans) if s.first < s.last]
@@ -337,7 +337,7 @@ def _names_of_written_memory(graph: ModelGraph, at_end: Iterable[int]) -> Iterat
     outputs = {*graph.returned, *graph.calls[ROOT].outputs, *graph.left, *at_end}
     for number, value in enumerate(graph.values):
         if value.storage in writes:
-            last = len(graph.events) if number in outputs else max(graph.consumers.get(number, ()), default=-1)
+            last = len(graph.events) if number in outputs else max(graph.takers.get(number, ()), default=-1)
             life = lives[value.storage].setdefault(value.name, [value.position, last])
             life[0], life[1] = min(life[0], value.position), max(life[1], last)
     for memory, names in lives.items():

@@ -103,9 +103,9 @@ class Costs:
                 self.result_bytes[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None)
             )
         self.crossing = [0] * (len(graph.events) + 1)
-        for number, consumers in graph.consumers.items():
+        for number, takers in graph.takers.items():
             value = graph.values[number]
-            for b in range(value.position + 1, max(consumers) + 1):
+            for b in range(value.position + 1, max(takers) + 1):
                 self.crossing[b] += value.bytes
 
     def by_work(self, marks: Sequence[int], limit: float) -> Earliest:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.blame import model_line
+from meshwright.blame import model_line, variables_below
 from meshwright.calls.changes import Holders, holders_in
 from meshwright.calls.hook import Forward
 from meshwright.calls.structure import copied_structure, holds_code, map_tensors, tensors_of
@@ -135,7 +136,7 @@ class ForwardRecorder(Tracer):
         """The result of a call that reads a value, so that it holds for every path that the call may take.
 
         With other values the call may take another path (experts that get no row here). It may then use all of its arguments,
-        so they become inputs of the read; and its result may have a gradient, so the result gets one.
+        so they become inputs of the read, as does what it returns; and its result may have a gradient, so the result gets one.
         """
         graph = self.graph
         reads = [p for p in range(call.start, len(graph.events))
@@ -143,9 +144,12 @@ class ForwardRecorder(Tracer):
         if not reads or call.path == ROOT:
             return result
         arguments = [n for t in tensors_of(call.arguments) if (n := self.number(t)) is not None]
+        returned = [n for t in tensors_of(result) if (n := self.number(t)) is not None]
+        results = [n for n in returned if graph.values[n].position < reads[0]]
         event = graph.events[reads[-1]]
-        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *arguments))))
-        result = map_tensors(self._as_value, result)  # the value that was read decides which tensor is returned
+        graph.events[reads[-1]] = replace(event, inputs=tuple(dict.fromkeys((*event.inputs, *arguments, *results))))
+        # The value that was read decides which tensor is returned: also where the recorded path returns an older one.
+        result = map_tensors(partial(self._as_value, before=reads[0]), result)
         graph.ways[reads[-1]] = tuple(n for t in tensors_of(result) if (n := self.number(t)) is not None)
         has_gradient = any(p.requires_grad for p in module.parameters())
         has_gradient = has_gradient or any(graph.values[n].requires_grad for n in arguments)
@@ -162,11 +166,14 @@ class ForwardRecorder(Tracer):
 
         return map_tensors(differentiable, result)
 
-    def _as_value(self, t: Tensor) -> Tensor:
-        """A value for a tensor that is computed from the batch alone: a view with a number of its own. Others are unchanged."""
-        if self.is_value(t) or isinstance(t, nn.Parameter):
+    def _as_value(self, t: Tensor, before: int) -> Tensor:
+        """A value for a tensor that was made before a position, or is computed from the batch alone: a view of it, with its own
+        number. Others are unchanged."""
+        number = self.number(t)
+        late = number is not None and self.graph.values[number].position >= before
+        if late or isinstance(t, nn.Parameter) or self.is_unnumbered(t):
             return t
-        with without_modes():
+        with without_modes(), torch.enable_grad():
             t = t.view_as(t)
         self._new(t, len(self.graph.events) - 1)
         return t
@@ -231,9 +238,22 @@ class ForwardRecorder(Tracer):
                     **self._spent_on(func, self.cost.since(cost)),
                 )
             )
+            if (
+                graph.events[-1].reads
+                and graph.events[-1].inputs
+                and not any(graph.events[p].path == path for p in graph.held)
+            ):
+                graph.held[position] = self._held(path)
         if func in ENGINES:
             graph.differentiated[position] = self._differentiated(func, args, kwargs)
         return result
+
+    def _held(self, path: Path) -> frozenset[int]:
+        """The values that local variables hold of the call that is running and of the functions that it has called."""
+        code = ForwardRecorder.entered.__code__
+        variables = variables_below(code, lambda frame: frame.f_locals["path"] == path)
+        held = [v for v in variables if not isinstance(v, nn.Module)]
+        return frozenset(n for t in tensors_of(held) if (n := self.number(t)) is not None)
 
     def _buffers_of(self, used: Sequence[int], targets: Sequence[Tensor]) -> tuple[str, ...]:
         """The buffers that an event uses, or writes to through a view. ``used``: ``id`` of each tensor that it uses."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.calls.placeholder import PathError
 from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import StepMode
 from meshwright.generators import Generators
@@ -220,6 +221,8 @@ class RowTrials:
             except Exception as error:
                 if self._runner.pipeline is None:
                     raise  # on every rank, as all run the same rows
+                if isinstance(error, PathError) and self._runner.recipe.branches:
+                    raise StageError(str(error)) from error  # the others wait for what this rank does not send
                 failures.append(error)  # maybe on this rank alone: the others wait for it in the next forward
         if self._runner.pipeline is not None:
             self._raise_on_all(failures)

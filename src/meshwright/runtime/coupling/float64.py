@@ -18,6 +18,7 @@ from meshwright.private import pytree, storage_of
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, aliases, is_fact, writes
 
@@ -100,6 +101,8 @@ class Float64Mode(FunctionMode):
             return self._write(func, args, kwargs)
         if func in _CONVERSIONS and args[0].dtype in _WIDER and func(*args, **kwargs) is args[0]:
             return args[0]  # ``module.to(device)`` in a forward does not change its parameters
+        if func in ENGINES:
+            return self._differentiate(func, args, kwargs)
         try:
             wide_args, wide_kwargs = pytree.tree_map(self._wide, (args, kwargs))
             result = _CASTS.get(func, func)(*wide_args, **wide_kwargs)
@@ -108,6 +111,20 @@ class Float64Mode(FunctionMode):
         if func in _CONVERSIONS and is_parameter(args[0]):
             self._converted.note([result], args[0])
         return result
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an engine of autograd with the tensors themselves: a copy of them in float64 has no gradient. Gradients that it
+        is given become wider, if they must."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            after = (
+                2 if func is torch.autograd.grad else 1
+            )  # (outputs, inputs, given gradients), (tensors, given gradients)
+            given, named = pytree.tree_map(
+                self._wide, (args[after : after + 1], _named(kwargs, "grad_outputs", "grad_tensors"))
+            )
+            return func(*args[:after], *given, *args[after + 1 :], **{**kwargs, **named})
 
     def _refused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that refuses float64 (``grouped_mm``) with the original arguments, or with arguments rounded to
@@ -140,6 +157,11 @@ class Float64Mode(FunctionMode):
         if type(x) not in (Tensor, nn.Parameter) or x.dtype not in _WIDER or x.is_meta:
             return x
         return _perturbed_values(x) if is_parameter(x) and self._perturbed else x.to(_WIDER[x.dtype])
+
+
+def _named(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The keyword arguments with these names."""
+    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 def _has_fractions(t: Tensor) -> bool:
