@@ -181,6 +181,8 @@ class Call:
         stashed: values that it left on the module, or in its arguments.
         visible: whether it changes something that exists before it and is used after it, and that is not among ``changes``:
             memory that follows from the batch, an attribute; Python's or NumPy's random numbers. So it is open on every stage.
+        untold: whether it changes what neither values nor ``changes`` show: the batch, by the batch alone; an object, in
+            a way that cannot be repeated.
         counts: whether it is visible only for Python numbers that nothing else uses: a counter, say.
         changes: what it changed in containers and plain objects among its arguments.
         repeatable: whether these are all such changes, and can be made where the call does not run.
@@ -201,6 +203,7 @@ class Call:
     fresh: bool = False
     stashed: frozenset[int] = frozenset()
     visible: bool = False
+    untold: bool = False
     counts: bool = False
     changes: tuple[Change, ...] = ()
     repeatable: bool = True

@@ -20,6 +20,9 @@ values of several branches, and only this branch takes its result: so two tracks
 and to nobody else. If such an event draws random numbers, they are the trunk's, as on one device, and ranks of other branches
 draw as many (``StageProgram.shared_draws``). If the number of draws depends on values, which other ranks lack, the event
 stays on the trunk.
+
+When Python has read a value on the trunk, the rest of that call may take any path, and is not traced. So the read takes all
+values of branches that the rest may take (``ModelGraph.after_reads``), and the rest stays on the trunk.
 """
 
 from __future__ import annotations

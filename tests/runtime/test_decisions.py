@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwright as mw
 from meshwright.runtime.coupling.float64 import in_float64
 
 WIDTH, ROWS = 4, 4
@@ -142,8 +143,6 @@ class Model(nn.Module):
 
 
 def trained(ways: list[str], plan: dict[str, Any]) -> dict[str, list[float]]:
-    import meshwright as mw
-
     results = {}
     for way in ways:
         torch.manual_seed(0)
@@ -199,3 +198,31 @@ def test_gradients_within_a_forward_in_float64_are_those_of_the_model():
         found = gradients(*tensors)
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a.double(), b.double(), atol=1e-5)
+
+
+class Scribbles(nn.Module):
+    """Writes in place to the batch, and acts on a value: other ranks would not follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h[:, -1:].mul_(0.5)
+        y = self.linear(h)
+        return y * 2 if float(y.square().mean()) >= 0 else y
+
+
+class Scribbled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Scribbles(), Block()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.left(x) + self.right(x)).square().mean()}
+
+
+def test_a_branch_that_acts_and_writes_to_the_batch_is_refused():
+    plan = {"mesh": "tp=2", "modules": {"left": {"on": "tp[0]"}, "right": {"on": "tp[1]"}}}
+    with pytest.raises(mw.PlanError, match=r"in a call that other ranks follow too"):
+        mw.make_recipe(Scribbled, plan, batch=torch.randn(ROWS, 3, WIDTH))

@@ -54,7 +54,7 @@ class StageInterpreter(Tracer):
         _open_units    how many units of FSDP are open: the forward does not stop within one.
         _replacements  tensors that hooks passed to modules in place of values, by id: within the module, each is used as it is.
         _inner_place   the branch in which untraced code of the model runs that takes values beside its arguments (from a
-                       closure), or that may do so; 0 otherwise.
+                       closure, from before a read), or that may do so; 0 otherwise.
         _hidden        how many tensors of other places the running call, if it is untraced, has met there.
         _hooking       whether torch is making the autograd node for a module's backward hook.
         _stale         whether some plain tensor on this rank (a buffer, say) has since been changed by another stage. Once
@@ -199,7 +199,7 @@ class StageInterpreter(Tracer):
         result = self.follow(path, forward.open, args, kwargs)
         self._open_units -= unit
         if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
-            self.closed, self._unrecorded = closed, False
+            self.closed, self._unrecorded, self._inner_place = closed, False, 0
             call = self.graph.calls[path]
             place = self.program.place(call.stop - 1)
             result = map_tensors(lambda t: self._tensor_of(t, place), result)
@@ -385,7 +385,7 @@ class StageInterpreter(Tracer):
             # Python read a value, and may take any path now. All the rest of this call is this stage's: it is not traced.
             self._values.wait_for_all(place)
             self.closed += 1
-            self._unrecorded = True
+            self._unrecorded, self._inner_place = True, place
             return result
         ours = target_of(func, args, kwargs)
         if target is None or ours is None:
@@ -443,7 +443,9 @@ class StageInterpreter(Tracer):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
         foreign = not _ORDINARY.issuperset(types) and any(issubclass(t, Placeholder) for t in types)
-        if self._inner_place or ((self._stale or foreign) and not is_fact(func)):
+        # (After a read, tensors of this rank's branches stand in the model's variables where the trunk has joined values.)
+        replaced = self._stale or foreign or (self._unrecorded and bool(self.program.forks_and_joins))
+        if self._inner_place or (replaced and not is_fact(func)):
             args, kwargs = map_within(self._inner_tensor_of, (args, kwargs))
         if self._unrecorded and not is_fact(func):
             self._has_parameters((args, kwargs), label_of(func))

@@ -171,9 +171,9 @@ def ties_by_reads(regions: Regions, placed: PlacesOfCalls, places: Submeshes, gr
         if branch not in elsewhere:
             others = frozenset(p for p in range(len(places)) if branch not in places.chain(p))
             elsewhere[branch] = StageProgram(graph, crossings(graph, ()), 0, placed, places, others)
-        if not any(
-            elsewhere[branch].treatments.get(event.path[:depth]) == STUB for depth in range(1, len(event.path) + 1)
-        ):
+        calls = [graph.calls[event.path[:depth]] for depth in range(1, len(event.path) + 1)]
+        stubs = [c for c in calls if elsewhere[branch].treatments.get(c.path) == STUB]
+        if not stubs or any(c.untold for c in stubs):
             ties.append(i)
     return ties
 

@@ -107,6 +107,7 @@ def keep_together(
     """
     graph.spans += _names_of_written_memory(graph, at_end)
     graph.spans += _values_left_unreturned(graph)
+    graph.spans += _changed_by_what_acts(graph)
     graph.spans += _drawn_from_one_generator(graph)
     graph.spans += _drawn_as_values_decide(graph)
     graph.spans += _differentiated(graph)
@@ -282,6 +283,15 @@ def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
             first = min(first_read, *(position for position, _ in uses))
             last = max(use for _, use in uses)
             yield _span(graph, [first, last], f"what {spelled(call.path)} leaves follows from a value that it reads")
+
+
+def _changed_by_what_acts(graph: ModelGraph) -> Iterator[Span]:
+    """Spans for calls that read a value and change the batch in place, say. Other stages do not follow such a call, so its
+    stage runs all the rest."""
+    for call in graph.calls.values():
+        if call.acts and call.untold and call.path != ROOT and call.start < call.stop:
+            why = f"{spelled(call.path)} reads a value, and changes what is not its own"
+            yield _span(graph, [call.start, len(graph.events)], why)
 
 
 def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:

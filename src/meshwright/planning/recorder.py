@@ -116,7 +116,9 @@ class ForwardRecorder(Tracer):
         # Who takes a value from where the call left it finds it there, on every stage; unless a module keeps it as well.
         call.stashed -= {n for change in call.changes for n in change.values if n not in self._on_modules}
         slots_now = self.slot_uses.contents()
-        call.visible = not complete or self._wrote_to_the_batch(tick)
+        written = self._written_outside(tick)
+        call.visible = not complete or bool(written)
+        call.untold = not complete or not written <= self._buffer_memory.keys()
         self.slot_uses.changed_in[path] = [slot for slot in slots if slots[slot] != slots_now[slot]]
         call.draws_host = graph.draws and host_drawn(self._generators_of_host) != numbers
         call.visible |= call.draws_host
@@ -178,10 +180,10 @@ class ForwardRecorder(Tracer):
         self._new(t, len(self.graph.events) - 1)
         return t
 
-    def _wrote_to_the_batch(self, tick: int) -> bool:
-        """Whether an op after number ``tick`` wrote to older memory that is computed from the batch alone."""
+    def _written_outside(self, tick: int) -> set[int]:
+        """The older memory, computed from the batch alone or of buffers, to which ops after number ``tick`` wrote."""
         values = {*self._named, *self.shared, *self._parameter_memory}
-        return any(self.memory.allocated.get(m, 0) <= tick for m in self.memory.since(tick) - values)
+        return {m for m in self.memory.since(tick) - values if self.memory.allocated.get(m, 0) <= tick}
 
     def _left_behind(self, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds to ``stashed`` of a call, and of the calls around it, the values that the call made and that can be reached

@@ -4,8 +4,8 @@
                     └──► between recorded lengths                                          ──► Program of a resized graph
                     └──► neither: record the forward, and compare it between the ranks of one copy of the model
 
-A program determines all sends and receives. So the ranks that send to each other compare it once, when it is new, and not at
-each send.
+A program determines all sends and receives. So the ranks that send to each other compare it when they have recorded a batch,
+and not at each send.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -100,7 +101,7 @@ class Program:
         ``detach`` has no gradient, not even zeros."""
         return tuple(n for n in self.crossing.values[edge] if n in self.graph.live)
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """A 32-bit checksum of all that determines sends and receives. Ranks with matching transfers have equal ones."""
         graph, crossing = self.graph, sorted(self.crossing.values.items())
@@ -168,6 +169,7 @@ class Programs:
                 raise _unrepeatable()
             path = (sizes, graph.signature) if sizes is not None else object()
             recorded.append(self._by_path.get_or_make(path, lambda: self._program(graph, writes, loss is None)))
+            self._agree(recorded[-1].digest)  # (also if this rank had it: another may not, as strides may differ there)
             deciding = self._deciding(graph, batch)
             if sizes is not None and deciding is not None:
                 self._by_values.put(sizes, batch, deciding, recorded[-1])
@@ -264,12 +266,10 @@ class Programs:
         changed: dict[Slot, tuple[int, ...]] = {slot: (position,) for slot, position in followed.changes.items()}
         changed |= {slot: changes for slot, (_, changes) in followed.slot_uses.items() if changes}
         homes = _homes(graph, cuts, recipe, writes)
-        program = Program(graph, crossing, stages, homes, _homes(followed, cuts, recipe, changed))
-        self._agree(program.digest)
-        return program
+        return Program(graph, crossing, stages, homes, _homes(followed, cuts, recipe, changed))
 
     def _agree(self, digest: int) -> None:
-        """Compares the digest of a new program between the ranks of one copy of the model. Collective.
+        """Compares the digest of a recorded program between the ranks of one copy of the model. Collective.
 
         Raises:
             StageError: on all of these ranks, if the digests differ.
