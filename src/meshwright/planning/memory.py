@@ -286,12 +286,13 @@ def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
 
 
 def _changed_by_what_acts(graph: ModelGraph) -> Iterator[Span]:
-    """Spans for calls that read a value and change the batch in place, say. Other stages do not follow such a call, so its
-    stage runs all the rest."""
-    for call in graph.calls.values():
-        if call.acts and call.untold and call.path != ROOT and call.start < call.stop:
+    """Spans for calls that read a value and change the batch in place, say. Later stages would not follow such a call, so there
+    are none: the stage of the read runs all the rest."""
+    for read in graph.held:
+        call = graph.calls[graph.events[read].path]
+        if call.untold and call.path != ROOT:
             why = f"{spelled(call.path)} reads a value, and changes what is not its own"
-            yield _span(graph, [call.start, len(graph.events)], why)
+            yield _span(graph, [read, len(graph.events)], why)
 
 
 def _drawn_from_one_generator(graph: ModelGraph) -> Iterator[Span]:

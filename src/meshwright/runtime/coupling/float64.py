@@ -118,13 +118,10 @@ class Float64Mode(FunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            after = (
-                2 if func is torch.autograd.grad else 1
-            )  # (outputs, inputs, given gradients), (tensors, given gradients)
-            given, named = pytree.tree_map(
-                self._wide, (args[after : after + 1], _named(kwargs, "grad_outputs", "grad_tensors"))
-            )
-            return func(*args[:after], *given, *args[after + 1 :], **{**kwargs, **named})
+            # autograd.grad(outputs, inputs, given), autograd.backward(tensors, given)
+            before, named = 2 if func is torch.autograd.grad else 1, _named(kwargs, "grad_outputs", "grad_tensors")
+            given, named = pytree.tree_map(self._wide, (args[before : before + 1], named))
+            return func(*args[:before], *given, *args[before + 1 :], **{**kwargs, **named})
 
     def _refused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that refuses float64 (``grouped_mm``) with the original arguments, or with arguments rounded to
