@@ -43,12 +43,12 @@ def model_line(below: str = "") -> str:
 
 
 def variables_below(code: CodeType, where: Callable[[FrameType], bool]) -> list[Any]:
-    """The values of all local variables of the functions that run, from the caller up to a frame of ours; without those of our
-    own functions.
+    """The values in the local variables of the functions that are running, from the caller outwards to a function of this
+    package. Variables of this package's own functions are left out.
 
     Args:
-        code: of our function at whose frame to stop.
-        where: whether a frame of this function is the one.
+        code: the code of the function at which to stop.
+        where: (a frame of this function) → whether to stop there: the function may call itself.
     """
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] = []

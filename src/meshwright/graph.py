@@ -264,8 +264,8 @@ class ModelGraph:
         read: the memory, of the batch or of unknown origin, from which the values follow that Python read; None if some do not
             follow from memory alone, because random numbers were drawn.
         ways: position of a read → the values that its call returned, which another path returns too.
-        held: position of the first read of a call, if the value follows from values → the values that variables of the running
-            code hold.
+        held: position of the first event by which a call reads a value → the values that local variables of the running
+            functions hold then.
         outputs: (path, index) of an event → its result, without values.
         rows: the number of rows of the batch, if data ranks of branches can each run their own rows; else 0.
         by_rows: positions of plain functions that work on each row alone: from some rows they make those rows of their result.
@@ -334,8 +334,8 @@ class ModelGraph:
         return {(e.path, e.index): i for i, e in enumerate(self.events)}
 
     def values_made_by(self, position: int) -> list[int]:
-        """The values that an event made, without those that it returned unchanged (as a dropout does that is off); and of a
-        call that ends with it, what the call returns because of a value that Python read."""
+        """The values that an event made, without those that it returned unchanged (as a dropout does that is off). With the
+        last event of a call also those of ``decided`` that the call returns."""
         event = self.events[position]
         named = [n for pair in (*event.named, *event.renamed) for n in pair[1:]]
         decided = self._decided_at.get(position, ())
@@ -374,7 +374,8 @@ class ModelGraph:
 
     @cached_property
     def decided(self) -> frozenset[int]:
-        """The values that calls return in which Python read a value."""
+        """The values that calls return in which Python read a value: on another path a call returns other tensors under these
+        numbers."""
         return frozenset(n for numbers in self.ways.values() for n in numbers)
 
     @cached_property
@@ -387,21 +388,20 @@ class ModelGraph:
 
     @cached_property
     def after_reads(self) -> dict[int, frozenset[int]]:
-        """Position of an event by which Python reads a value → the values that the call may take afterwards, on whichever path:
-        those that its later events take, and those that its variables hold. (A later read of the same call has no entry: after
-        the first, the call is not traced.)"""
+        """Position of an event in ``held`` → the values that its call may take afterwards, on whichever path: those that its
+        later events take, and those that variables hold."""
         after: dict[int, frozenset[int]] = {}
         for position in self.held:
-            later = (
-                n for e in self.events[position + 1 : self.calls[self.events[position].path].stop] for n in e.inputs
-            )
-            taken = {n for n in later if self.values[n].position < position}
+            rest = self.events[position + 1 : self.calls[self.events[position].path].stop]
+            taken = {n for event in rest for n in event.inputs if self.values[n].position < position}
             after[position] = self.held[position] | taken
         return after
 
     @cached_property
     def takers(self) -> dict[int, list[int]]:
         """``consumers``, and the positions of reads after which Python may take the value (``after_reads``)."""
+        if not self.held:
+            return self.consumers
         takers = {n: [*positions] for n, positions in self.consumers.items()}
         for position, numbers in self.after_reads.items():
             for n in numbers:

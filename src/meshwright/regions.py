@@ -339,11 +339,16 @@ class _Around:
     ) -> None:
         self.graph, self.wholes, self.around = graph, wholes, around
         self.ends, self.forks, self.outputs = ends, forks, outputs
-        # A read takes what the rest of its call may take: that is not traced. (A size that follows from values cannot cross.)
+        # A read takes what the rest of its call may take: that is not traced. (A value whose size follows from values crosses
+        # only if the recorded rest takes it: only then has planning looked whether it can.)
         sized = graph.sized | graph.sized_by_model
-        after = {p: [n for n in sorted(numbers) if n not in sized] for p, numbers in graph.after_reads.items()}
-        self.inputs = [(*e.inputs, *after.get(p, ())) for p, e in enumerate(graph.events)]
-        self.takers = {n: [p for p in positions if n in self.inputs[p]] for n, positions in graph.takers.items()}
+        self.inputs = [e.inputs for e in graph.events]
+        for p, numbers in graph.after_reads.items():
+            self.inputs[p] += tuple(n for n in sorted(numbers) if n not in sized or graph.consumers.get(n, [0])[-1] > p)
+        self.takers: dict[int, list[int]] = {}
+        for p, inputs in enumerate(self.inputs):
+            for n in inputs:
+                self.takers.setdefault(n, []).append(p)
         inside = [around in places.chain(p) for p in range(len(places))]
         # For each event its branch; None: the event belongs to the place itself, or is outside of it.
         self.branch = [places.child(p, around) if inside[p] and p != around else None for p in event_places]

@@ -98,6 +98,15 @@ def picked(model: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return some.mean() if (model.stem(x).exp().sum() < 0).item() else a.mean()
 
 
+def picked_before(model: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The rest takes a value whose size follows from the batch; no variable holds another value of the branches."""
+    y, some = model.head(a + b).square().mean(), b[x[..., 0] > 0]
+    del a, b
+    loss = model.stem(x).square().mean()
+    loss.item()
+    return loss + some.square().mean() + y
+
+
 def in_pair(model: Any, x: Tensor, a: Tensor, b: Tensor, sign: int = 1) -> Tensor:
     loss, rest = model.pair(x, model.stem(x).exp(), sign)
     return loss + rest.square().sum() * 0.1
@@ -124,7 +133,7 @@ def kept_from_before(model: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (between, logged, one_or_other, written, clipped, until_small, picked)
+    f.__name__: f for f in (between, logged, one_or_other, written, clipped, until_small, picked, picked_before)
 }
 INNER = {f.__name__: f for f in (in_pair, in_pair_else)}
 SERIAL = {f.__name__: f for f in (handed_on, handed_on_else, kept_from_before)}

@@ -240,18 +240,15 @@ class ForwardRecorder(Tracer):
                     **self._spent_on(func, self.cost.since(cost)),
                 )
             )
-            if (
-                graph.events[-1].reads
-                and graph.events[-1].inputs
-                and not any(graph.events[p].path == path for p in graph.held)
-            ):
+            event = graph.events[-1]
+            if event.reads and event.inputs and not any(graph.events[p].path == path for p in graph.held):
                 graph.held[position] = self._held(path)
         if func in ENGINES:
             graph.differentiated[position] = self._differentiated(func, args, kwargs)
         return result
 
     def _held(self, path: Path) -> frozenset[int]:
-        """The values that local variables hold of the call that is running and of the functions that it has called."""
+        """The values in local variables of the call with this path, and of the functions that run within it."""
         code = ForwardRecorder.entered.__code__
         variables = variables_below(code, lambda frame: frame.f_locals["path"] == path)
         held = [v for v in variables if not isinstance(v, nn.Module)]
