@@ -83,6 +83,7 @@ from meshwright.private import (
     take_backward_hooks,
     tensor_to_hook,
     timeout_of,
+    unprofiled,
     version,
     without_any_mode,
     without_dispatch,
@@ -119,7 +120,7 @@ USES = {
         _get_backend _get_default_store _get_obj_in_tls _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _top_saved_tensors_default_hooks _torchdynamo_orig_callable \
-        _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook \
+        _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook _enable_record_function _profiler_enabled \
         _unsafe_set_version_counter _version",
     "calls/structure.py": "_buffers",
     "cli/processes.py": "_exit _run_exitfuncs",  # of os and atexit
@@ -1184,6 +1185,17 @@ def test_deferred_parameters_rest_on_swapping_what_a_tensor_is() -> None:
     assert parameter.is_meta and parameter.shape == (2, 3) and parameter.requires_grad and parameter.is_leaf
     (parameter * 2).sum().backward()
     assert len(calls) == 1 and calls[0].shape == (2, 3), "its hooks came along"
+
+
+def test_a_job_is_made_under_a_profiler_as_recording_can_be_switched_off() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with unprofiled():
+            unseen = nn.Parameter(torch.ones(2).mul(3))
+            deferred._to_meta(unseen)  # torch refuses this for a parameter that the profiler has recorded
+        seen = torch.ones(2).add(3)
+    assert unseen.is_meta and not seen.is_meta
+    names = {event.name for event in profiler.events()}
+    assert "aten::add" in names and "aten::mul" not in names
 
 
 def test_recorded_views_rest_on_negative_and_conjugate_views() -> None:

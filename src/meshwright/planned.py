@@ -7,7 +7,8 @@ build, plan, batch ──► Planned.recipe ──► make_groups ──► appl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
+from meshwright.private import unprofiled
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import copied, mapped, plain
 from meshwright.runtime.rows.label_program import CountRecorder
@@ -79,10 +81,11 @@ def make_job(
     plan.check_mesh()
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
-    planned = Planned(build, plan, batch, loss, dtype)
-    planned = planned.under(_agreed(replace(planned.recipe, notes=(*notes, *planned.recipe.notes))))
-    groups = make_groups(planned.recipe, this_device, timeout)
-    return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
+    with _without_callers_modes():
+        planned = Planned(build, plan, batch, loss, dtype)
+        planned = planned.under(_agreed(replace(planned.recipe, notes=(*notes, *planned.recipe.notes))))
+        groups = make_groups(planned.recipe, this_device, timeout)
+        return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
 
 
 def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = None) -> Recipe:
@@ -93,7 +96,16 @@ def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = No
     Raises:
         PlanError: with every problem of the plan.
     """
-    return Planned(build, Plan.parse(plan), batch, loss or output_loss, whole_batch=True).recipe
+    with _without_callers_modes():
+        return Planned(build, Plan.parse(plan), batch, loss or output_loss, whole_batch=True).recipe
+
+
+@contextmanager
+def _without_callers_modes() -> Iterator[None]:
+    """Inside the ``with``, gradients are on, inference mode is off, and the caller's profiler records nothing: a job is made
+    for training, whatever is on while it is made."""
+    with torch.inference_mode(False), torch.enable_grad(), unprofiled():
+        yield
 
 
 class Planned:
@@ -112,6 +124,9 @@ class Planned:
     ) -> None:
         check_loss(loss)
         plan.check_mesh()
+        batch = mapped(
+            lambda t: t.clone() if t.is_inference() else t, batch
+        )  # autograd saves no tensor of inference mode
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             from meshwright.runtime.apply import cast, cast_type

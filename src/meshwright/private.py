@@ -13,7 +13,7 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -59,6 +59,24 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Inside the ``with``, ``torch.profiler`` records no operation of this thread.
+
+    It keeps weak references to the tensors that it records (with ``record_shapes``), and torch changes the implementation of no
+    tensor that has some. There is no public switch.
+    """
+    autograd: Any = torch.autograd
+    if not autograd._profiler_enabled():
+        yield
+        return
+    autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        autograd._enable_record_function(True)
 
 
 def without_any_mode() -> AbstractContextManager[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import cProfile
 import functools
 import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,6 +467,47 @@ def between(change: str) -> Change:
 )
 def test_what_changes_between_steps_is_seen(change: str, does: str, workers: LocalWorkers) -> None:
     both(workers, lambda: Model(does), {"mesh": {"tp": 2}}, steps=8, change=between(change))
+
+
+PROFILERS: dict[str, Callable[[], Any]] = {
+    "no profiler": contextlib.nullcontext,
+    "cProfile": cProfile.Profile,
+    "torch.profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True),
+    "a function": lambda: profiling(lambda frame, event, arg: None),
+}
+
+
+@contextlib.contextmanager
+def profiling(function: Any) -> Iterator[None]:
+    sys.setprofile(function)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def profiled(kind: str) -> tuple[list[float], bool, bool, set[str]]:
+    """Runs on every rank. Losses of steps under a profiler, and of one after it; whether it stayed on, and blocks had programs
+    while it was on; what cProfile saw."""
+    job = mw.parallelize(lambda: Model().double(), {"mesh": {"tp": 2}}, batch=batch())
+    with PROFILERS[kind]() as profiler:
+        before = sys.getprofile()
+        losses = [float(job.step(batch())) for _ in range(4)]
+        stayed, recorded = sys.getprofile() is before, has_program(job, "blocks.0")
+    seen = {f.code.co_name for f in profiler.getstats() if hasattr(f.code, "co_name")} if kind == "cProfile" else set()
+    losses += [float(job.step(batch())) for _ in range(4)]
+    assert has_program(job, "blocks.0")
+    return losses, stayed, recorded, seen
+
+
+@pytest.mark.parametrize("kind", [k for k in PROFILERS if k != "no profiler"])
+def test_a_profiler_stays_on(kind: str, workers: LocalWorkers) -> None:
+    plain, found = (workers.run(profiled, k, ranks=2) for k in ("no profiler", kind))
+    for (losses, _, _, _), (others, stayed, recorded, seen) in zip(plain, found, strict=True):
+        assert losses == others
+        assert stayed
+        assert recorded is (kind != "torch.profiler")
+        assert kind != "cProfile" or {"step", "_call", "forward"} <= seen
 
 
 def text() -> tuple[str, bool]:

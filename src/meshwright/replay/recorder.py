@@ -47,6 +47,26 @@ _CHANGES_AUTOGRAD = frozenset(
 _QUIET = (redistribute.CopyIn, redistribute.KeepSlice, redistribute.KeepFirst)  # their forward sends nothing
 
 
+def can_profile() -> bool:
+    """Whether a recorder may take the place of the profiler that is on in this thread: whether it can be put back. One that is
+    written in C cannot (``torch.profiler`` with stacks), except for cProfile's, which can be enabled again."""
+    profiler = sys.getprofile()
+    return profiler is None or callable(profiler) or hasattr(profiler, "enable")
+
+
+@contextmanager
+def _profiled(function: Callable[[types.FrameType, str, Any], None]) -> Iterator[None]:
+    """Has Python call ``function`` inside the ``with``, in place of the profiler that is on (see ``can_profile``)."""
+    profiler: Any = sys.getprofile()
+    sys.setprofile(function)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler if callable(profiler) else None)
+        if profiler is not None and not callable(profiler):
+            profiler.enable()
+
+
 class Refused(Exception):
     """A block can have no program; the text says why."""
 
@@ -85,14 +105,10 @@ class BlockRecorder(FunctionMode):
         """Records inside the ``with``. ``model``: the whole model, whose generators are watched."""
         generators = host_generators(model)
         of_host, of_model = host_drawn(generators), drawn_from(generators)
-        profile = sys.getprofile()
         scripted = scripted_functions(self._scripted)
-        with patches.CUSTOM_FUNCTION.on(self._custom, first=True), scripted, _Operations(self), self:
-            sys.setprofile(self._profile)
-            try:
-                yield
-            finally:
-                sys.setprofile(profile)
+        custom, profiled = patches.CUSTOM_FUNCTION.on(self._custom, first=True), _profiled(self._profile)
+        with custom, scripted, _Operations(self), self, profiled:
+            yield
         if host_drawn(generators) != of_host or drawn_from(generators) != of_model:
             self.refuse("it draws random numbers of the host")
 

@@ -28,7 +28,7 @@ from meshwright.replay.program import (
     LocalProgram,
     valid_moves,
 )
-from meshwright.replay.recorder import CONSTANTS, BlockRecorder, Refused
+from meshwright.replay.recorder import CONSTANTS, BlockRecorder, Refused, can_profile
 from meshwright.replay.recording import Recording
 from meshwright.replay.state import Incomparable, ModuleState
 from meshwright.spmd.autograd_functions import FunctionMode, transforming
@@ -183,7 +183,7 @@ class LocalPrograms:
         if key is None:
             block.unkeyed = block.unkeyed or _unkeyed(args, kwargs)
             return block.forward(*args, **kwargs)
-        if variant is not None and variant.bound is not None:
+        if (variant is not None and variant.bound is not None) or not can_profile():
             return block.forward(*args, **kwargs)
         with without_modes():
             begun = self._prepare(block, key, variant, mode, tensors)

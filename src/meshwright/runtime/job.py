@@ -87,6 +87,7 @@ class Job:
             The mean loss over the global batch, a tensor without dims, the same on every rank.
 
         Raises:
+            PlanError: gradients are off, or ranks make different calls.
             ReplicaError: on every rank, in steps that compare ranks (``verify`` in the plan): replicas are not bitwise equal.
             RowsError: on every rank: the values of this step have shown that its rows cannot be divided.
             RankError: another rank failed within the step, or has ended: with its error. What this rank itself meets is raised

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import PlanError, ReplicaError, UncutPathError
+from meshwright.errors import Finding, PlanError, ReplicaError, UncutPathError
 from meshwright.names import few
 from meshwright.plan.keys import CHECKPOINT, DRAWN, PRETRAINED
 from meshwright.private import without_modes
@@ -46,6 +46,14 @@ from meshwright.runtime.step_agreement import Notice, StepAgreement
 from meshwright.runtime.step_notes import is_plain, listed
 from meshwright.spmd.dispatcher import full_tensor
 from meshwright.spmd.one_process import one_process
+
+_NO_GRADIENTS = Finding(
+    where="job.step",
+    given="a call under torch.no_grad() or torch.inference_mode()",
+    required="gradients, which job.step computes",
+    fix="loss = job.evaluate(batch)  # the loss alone\nwith torch.inference_mode(False), torch.enable_grad():  # or this\n"
+    "    loss = job.step(batch)",
+)
 
 
 @contextmanager
@@ -109,6 +117,8 @@ class Steps:
             The loss of the global batch.
         """
         self._end.check()
+        if backward and not torch.is_grad_enabled():
+            raise PlanError([_NO_GRADIENTS], "this call")
         self.count += backward
         errors_end_the_job = self._end.within(self.number, PlanError, ReplicaError)
         with self._runner.stages.phase("step"), errors_end_the_job, one_process(), _without_inference_mode():

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
+from torch.overrides import handle_torch_function
 
 import meshwright
 from meshwright.errors import Finding, PlanError, source_place
@@ -284,11 +285,22 @@ def _stand_in(function: FunctionType, answer: Callable[[FrameType], Any]) -> Cod
         caller = sys._getframe(2)  # the frame that called the patched function
         while caller.f_code.co_filename in _PASSES_ON and caller.f_back is not None:
             caller = caller.f_back
-        if autograd_local(_KEY) is None or _sees_world(caller.f_code.co_filename):
+        if autograd_local(_KEY) is None or _sees_world(caller.f_code.co_filename) or _by_a_mode(caller):
             return original(*args, **kwargs)
         return answer(caller)
 
     return _standing_in(function, called)
+
+
+def _by_a_mode(caller: FrameType) -> bool:
+    """Whether a frame is of a function mode of the script, which makes the call of a collective that was given to it.
+
+    A collective itself calls the modes: a call of the model's own code has its answer before.
+    """
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code is not handle_torch_function.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_back is not None and _sees_world(frame.f_back.f_code.co_filename)
 
 
 def _standing_in(function: FunctionType, stand_in: Callable[..., Any]) -> CodePatch:
