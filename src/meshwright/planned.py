@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.code_state import code_state_kept
 from meshwright.deferred import Build, record
 from meshwright.errors import PlanError
 from meshwright.evaluation import Evaluating, in_evaluation
@@ -82,7 +83,8 @@ def make_job(
     check_world(plan.mesh, dist.get_world_size())
     dtype = dtype or (torch.float64 if plan.precision == "float64" else None)
     with _without_callers_modes():
-        planned = Planned(build, plan, batch, loss, dtype)
+        with code_state_kept(build):  # the model is built again, as if for the first time
+            planned = Planned(build, plan, batch, loss, dtype)
         planned = planned.under(_agreed(replace(planned.recipe, notes=(*notes, *planned.recipe.notes))))
         groups = make_groups(planned.recipe, this_device, timeout)
         return apply(build, planned.recipe, groups, loss=loss, replanner=planned, dtype=dtype, transform=transform)
@@ -96,7 +98,7 @@ def make_recipe(build: Build, plan: PlanLike, batch: Any, loss: Loss | None = No
     Raises:
         PlanError: with every problem of the plan.
     """
-    with _without_callers_modes():
+    with _without_callers_modes(), code_state_kept(build):
         return Planned(build, Plan.parse(plan), batch, loss or output_loss, whole_batch=True).recipe
 
 
@@ -124,9 +126,7 @@ class Planned:
     ) -> None:
         check_loss(loss)
         plan.check_mesh()
-        batch = mapped(
-            lambda t: t.clone() if t.is_inference() else t, batch
-        )  # autograd saves no tensor of inference mode
+        batch = mapped(lambda t: t.clone() if t.is_inference() else t, batch)  # autograd saves no inference tensor
         self._model = record(build, seed=plan.seed, draw=False).module
         if dtype is not None:
             from meshwright.runtime.apply import cast, cast_type

@@ -1081,8 +1081,10 @@ def called_block(b: Builder) -> None:
     if "swapped" in b.allowed:
         tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
         ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
-    # Torch ends the process at a write under no_grad to a view, within a transform.
-    if "transforms" in b.allowed and "no_grad" not in b.classes[-1].source():
+    # Torch ends the process at a write under no_grad to a view, within a transform; and under autocast, which keeps the cast
+    # weights of a transform that has ended.
+    ends = "no_grad" in b.classes[-1].source() or torch.is_autocast_enabled("cpu")
+    if "transforms" in b.allowed and not ends:
         ways += [b.pick([f"torch.vmap(self.{name})({{0}})", f"torch.func.grad(lambda t: self.{name}(t).square().sum())({{0}})",
                          f"torch.func.jvp(self.{name}, ({{0}},), (torch.ones_like({{0}}),))[1]"])]  # fmt: skip
     text = b.pick(ways)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import branching as models
 import meshwright as mw
@@ -199,3 +200,43 @@ def test_a_buffer_that_a_branch_changes_is_used_by_that_branch_alone(mesh: dict[
     assert mw.make_recipe(functools.partial(Shared, "not"), plan, models.rows()).branches
     found = mw.make_recipe(functools.partial(Shared, "before"), {"mesh": mesh, "branches": "auto"}, models.rows())
     assert not found.branches, "what would be refused is not found"
+
+
+class Counting(models.MLP):
+    def __init__(self) -> None:
+        super().__init__(128)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x) / self.calls
+
+
+class Checkpointed(models.Toy):
+    """``around``: the checkpoint is around the branch, else within it."""
+
+    def __init__(self, around: bool, counting: bool = True) -> None:
+        super().__init__()
+        self.around = around
+        if counting:
+            self.block_a = Counting()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        if self.around:
+            x_a = checkpoint(self.block_a, x, use_reentrant=False)
+        else:
+            x_a = self.block_a(x)
+        out = self.head(x_a + self.block_b(x))
+        return {"loss": (out - y).square().mean()}
+
+
+def test_a_checkpoint_around_a_branch_changes_nothing() -> None:
+    """One device counts twice, and divides by another number in the backward."""
+    plan = models.beside(1, 1)
+    (finding,) = problems(functools.partial(Checkpointed, True), plan)
+    assert finding.where == "block_a.calls" and "checkpoint around what runs on tp[0:1]" in finding.given
+    assert mw.make_recipe(functools.partial(Checkpointed, False), plan, models.rows()).branches
+    assert mw.make_recipe(functools.partial(Checkpointed, True, counting=False), plan, models.rows()).branches
+    auto = mw.make_recipe(functools.partial(Checkpointed, True), {"mesh": {"tp": 2}, "branches": "auto"}, models.rows())
+    assert not auto.branches, "what would be refused is not found"

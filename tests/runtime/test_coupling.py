@@ -910,7 +910,9 @@ def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, workers
     found = workers.run(kinds_by_number, plan, ranks=2, timeout=300)[0]
     for what, kind in BY_NUMBER.items():
         assert found[what, (24,)] == (kind, False), what
-        if what != "a_divisor":  # which is a sum of 8 rows
+        if what == "the_hardest":  # a number of rows picks from all of them
+            assert found[what, (8, 24)] == ("coupled", False)
+        elif what != "a_divisor":  # which is a sum of 8 rows
             assert found[what, (8, 24)] == ("mean", kind == "coupled"), what
     assert found["a_divisor", (8, 24)] == ("sum", True)
 
@@ -1097,3 +1099,57 @@ def test_a_label_to_ignore_is_in_range():
     with Alternating():
         assert F.cross_entropy(torch.rand(3, 4), torch.tensor([-100, 1, 3])).isfinite()
         assert F.cross_entropy(torch.rand(3, 4), torch.tensor([255, 1, 3]), ignore_index=255).isfinite()
+
+
+# What picks from the values of each row alone, and what picks from means over rows.
+OF_EACH_ROW = {
+    "topk": lambda h: h.topk(2, dim=-1).values.sum(-1),
+    "topk of another dim": lambda h: h.transpose(0, 1).topk(2, 0).values.sum(0),
+    "sort": lambda h: torch.sort(h).values[..., 0],
+    "msort": lambda h: h.transpose(0, 2).msort()[0].transpose(0, 1),
+    "kthvalue": lambda h: h.kthvalue(2, dim=1).values.sum(-1),
+    "quantile": lambda h: h.quantile(torch.tensor([0.25, 0.5], dtype=h.dtype), dim=-1).sum(0),
+    "max": lambda h: h.max(dim=1, keepdim=True).values.sum(-1),
+    "amax": lambda h: h.amax((1, 2)),
+    "aminmax": lambda h: sum(h.aminmax(dim=-1)),
+    "median": lambda h: h.median(-1)[0],
+}
+OF_ALL_ROWS = {
+    "topk": lambda h: h.mean((0, 1)).topk(1).values.sum(),
+    "max": lambda h: h.mean(0).max(),
+    "amax": lambda h: h.mean(0).amax((0, 1)),
+    "sort": lambda h: h.mean((0, 1)).sort().values[-1],
+    "kthvalue": lambda h: h.mean((0, 1)).kthvalue(3).values,
+    "quantile": lambda h: h.mean((0, 1)).quantile(0.9),
+    "max along a dim": lambda h: h.mean(0).max(-1).values.sum(),
+}
+
+
+class Picking(nn.Module):
+    """Picks among values of which some, the largest, are alike in all rows: whichever rows are taken, they are picked."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.linear, self.alike, self.pick = nn.Linear(4, 4), nn.Parameter(torch.tensor([5.0, 6.0])), pick
+
+    def forward(self, x):
+        h = self.linear(x)
+        return self.pick(torch.cat([self.alike.expand(*h.shape[:-1], 2), h], -1)).mean()
+
+
+def rows_of_picks():
+    x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
+    found = []
+    for kinds in (OF_EACH_ROW, OF_ALL_ROWS):
+        found.append({})
+        for name, pick in kinds.items():
+            job = mw.parallelize(partial(Picking, pick), "dp_shard=2", batch={"x": x[:4]}, loss=lambda y: y)
+            job.step({"x": x[4 * job.rank : 4 * job.rank + 4]})
+            found[-1][name] = job.rows
+    return found
+
+
+def test_what_picks_from_numbers_of_all_rows_couples_them_whatever_it_picks_now(workers):
+    of_each, of_all = workers.run(rows_of_picks, ranks=2)[0]
+    assert of_each == dict.fromkeys(OF_EACH_ROW, "mean")
+    assert of_all == dict.fromkeys(OF_ALL_ROWS, "coupled")

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.code_state import code_state_kept
 from meshwright.parity.case import Case
 from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, LocalSGD
@@ -51,6 +52,11 @@ class Outcome:
 
 def distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     """Runs the job's side on every rank. Rank 0 returns the outcome; others, their buffers that differ from rank 0's."""
+    with code_state_kept(case.build):
+        return _distributed(case, plan)
+
+
+def _distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     # Without the guard, which would raise at the first difference between replicas: a check compares all values itself.
     plan = plan.replace(verify=0, weights="drawn")
     job = make_job(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.blame import model_line
+from meshwright.code_state import code_state_kept
 from meshwright.generators import Generators, seed_all
 from meshwright.parity.case import Case, cast
 from meshwright.parity.facts import Facts, copies_of, copy_of
@@ -113,6 +114,11 @@ def _without_draws(case: Case) -> Reference:
 
 def _one_device(case: Case) -> tuple[Reference, bool]:
     """Runs the steps of a case. Returns the reference, and whether the forward used a random generator."""
+    with code_state_kept(case.build):
+        return _trained(case)
+
+
+def _trained(case: Case) -> tuple[Reference, bool]:
     model, disabled = _model(case)
     batches = case.batches()
     start = copies_of(model.named_parameters())
@@ -195,18 +201,20 @@ def _model(case: Case) -> tuple[nn.Module, int]:
 @torch.no_grad()
 def _loss_with_seed(case: Case, seed: int) -> float:
     """The loss of a new model, with generators that start from ``seed``."""
-    model, _ = _model(case)
-    seed_all(seed)
-    with widened(case.dtype):
-        return float(case.loss(call_model(model, next(case.batches()))))
+    with code_state_kept(case.build):
+        model, _ = _model(case)
+        seed_all(seed)
+        with widened(case.dtype):
+            return float(case.loss(call_model(model, next(case.batches()))))
 
 
 @torch.no_grad()
 def _random_functions(case: Case) -> tuple[str, ...]:
     """Function and line of each use of a torch generator in a forward; if there is none, Python or NumPy draw."""
-    model, _ = _model(case)
-    with widened(case.dtype), _RandomFunctions() as random_functions:
-        case.loss(call_model(model, next(case.batches())))
+    with code_state_kept(case.build):
+        model, _ = _model(case)
+        with widened(case.dtype), _RandomFunctions() as random_functions:
+            case.loss(call_model(model, next(case.batches())))
     return tuple(random_functions.lines) or ("random numbers of the host",)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.code_state import code_state_kept
 from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
 from meshwright.parity.job import Outcome
@@ -110,6 +111,11 @@ def _combined(combine: Callable[..., float], *errors: Errors) -> Errors:
 
 def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     """Trains with parameters in float32, and forward and backward in ``dtype``. ``repeat``: 0, or the seed of a small move."""
+    with code_state_kept(case.build):
+        return _trained(case, dtype, repeat)
+
+
+def _trained(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
     model, low = model_of(case), model_of(case)
     start = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     moves = [1 + torch.finfo(dtype).eps * _MOVE * _noise(p, repeat) for p in model.parameters() if p.requires_grad]

@@ -52,6 +52,7 @@ def find_branches(
     _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
     _check_slots(placed, tree, graph, findings)
+    _check_checkpoints(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     _check_sizes(regions, tree, graph, findings)
     _check_differentiated(regions, tree, graph, findings)
@@ -264,6 +265,41 @@ def _differentiated_events(graph: ModelGraph, position: int) -> list[int]:
             needed.update(graph.events[p].inputs)
             passed.append(p)
     return passed
+
+
+def _check_checkpoints(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+    for (module, name), branch, position in changed_in_checkpoints(placed, places, graph):
+        findings.add(
+            where=f"{module}.{name}" if module else name,
+            given=f"a buffer or attribute that changes in a checkpoint around what runs on {places[branch].on} "
+            f"({_where((graph.followed or graph).events[position])}): on one device it changes again in the recomputation",
+            required="checkpoints around branches change nothing; or checkpoints within the branches",
+            fix=_leave_out(places[branch]),
+        )
+
+
+def changed_in_checkpoints(
+    placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph
+) -> list[tuple[tuple[str, str], int, int]]:
+    """The slots that change in a checkpoint of the model around a branch, one for each checkpoint.
+
+    One device changes them twice, in the forward and in the recomputation. A rank that has only a part of what the
+    checkpointed function takes does not recompute it.
+
+    Returns:
+        (slot, branch, position of the change), as of ``slots_of_two_places``.
+    """
+    followed, found = graph.followed or graph, []
+    if not followed.segments or not followed.slot_uses:
+        return []
+    at = place_events(followed, placed, places)
+    for (path, _), (start, stop) in followed.segments.items():
+        branch = next((at[p] for p in range(start, stop) if at[p]), 0)
+        if not branch or any(module in placed for module, _ in path):  # (a branch recomputes what is within it)
+            continue
+        changes = [(slot, p) for slot, (_, changed) in followed.slot_uses.items() for p in changed if start <= p < stop]
+        found += [(slot, branch, position) for slot, position in changes[:1]]
+    return found
 
 
 def slots_of_two_places(

@@ -27,7 +27,7 @@ from meshwright.graph import ROOT, Call, ModelGraph, Path
 from meshwright.mesh import Mesh
 from meshwright.names import pattern
 from meshwright.plan import Entry, Plan
-from meshwright.planning.branch import slots_of_two_places, ties_by_reads
+from meshwright.planning.branch import changed_in_checkpoints, slots_of_two_places, ties_by_reads
 from meshwright.planning.split import best_split
 from meshwright.regions import find_regions
 from meshwright.submesh import Submesh, Submeshes, read_slice, trunk
@@ -223,7 +223,7 @@ def _can_run(regions: Sequence[_Placed], mesh: Mesh, graph: ModelGraph) -> bool:
     beside = {p for start, stop in actual.spans_of_several for p in range(start, stop)}
     together = all(not beside.isdisjoint(branch.positions) for region in regions for branch, _ in region)
     tied = ties_by_reads(actual, placed, places, graph) or slots_of_two_places(placed, places, graph)
-    return together and not tied
+    return together and not tied and not changed_in_checkpoints(placed, places, graph)
 
 
 def _within(name: str, other: str) -> bool:

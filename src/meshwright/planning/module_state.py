@@ -21,6 +21,7 @@ from meshwright.calls.structure import (
 )
 from meshwright.calls.tracer import Slot
 from meshwright.chance import held_kept
+from meshwright.code_state import CodeState
 from meshwright.private import storage_of, without_any_mode
 
 
@@ -84,12 +85,14 @@ class StateSnapshot:
     - buffers, and attributes of modules that are not torch's own;
     - attributes of the plain objects within these;
     - forward hooks, since a model may register some in its first forward;
+    - what the model's code keeps outside of modules (``CodeState``);
     - dtypes of parameters on meta, since a forward may cast them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         with without_any_mode():  # so that no mode counts this as a use of the parameters
             self._parameters = [(p, p.data) for p in model.parameters() if p.is_meta]
+        self._code = CodeState(model)
         tables = (vars(module)[name] for module in model.modules() for name in _HOOKS if name in vars(module))
         self._hooks = [(table, dict(table)) for table in tables]
         self._tables = [
@@ -136,6 +139,7 @@ class StateSnapshot:
 
     def put_back(self) -> None:
         """Restores every slot, hook and dtype of the snapshot, and removes new slots."""
+        self._code.put_back()
         with without_any_mode():
             self._put_back()
 

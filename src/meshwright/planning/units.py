@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from meshwright.blame import model_line
 from meshwright.calls.structure import tensors_of
+from meshwright.described import tensors_within
 from meshwright.planning.escapes import Escapes
 from meshwright.private import in_conversion, version, without_any_mode
+from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.tensor import local_of
+from meshwright.spmd.torch_functions import is_fact
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -303,6 +306,21 @@ class ParameterUses:
             gathered = self._replacements[id(parameter), units] = _Gathered(replacement, parameter, units)
             self._gathered[id(replacement)] = gathered
         return gathered.parameter
+
+
+class UsesNoted(FunctionMode):
+    """Notes the parameters that torch functions get, in a forward for which no shards are chosen."""
+
+    def __init__(self, model: nn.Module, uses: ParameterUses) -> None:
+        super().__init__()
+        self._uses, self._names = uses, {id(p): name for name, p in model.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for t in () if is_fact(func) else tensors_within((args, kwargs)):
+            if (name := self._names.get(id(self._uses.own(t)))) is not None:
+                self._uses.note(t, name)
+        return func(*args, **kwargs)
 
 
 def _parameters_of(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

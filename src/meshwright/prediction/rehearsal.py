@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.code_state import code_state_kept
 from meshwright.deferred import Build
 from meshwright.plan import Plan
 from meshwright.planned import Planned
@@ -107,8 +108,9 @@ def rehearsal_of(
     dtype = torch.float64 if plan.precision == "float64" else None
     if dtype is not None:
         batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
-    build = copies_of(build, plan.seed)
-    planned = Planned(build, plan, batch, loss, dtype, whole_batch=True)
+    with code_state_kept(build):
+        build = copies_of(build, plan.seed)
+        planned = Planned(build, plan, batch, loss, dtype, whole_batch=True)
     return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
 
 
@@ -138,7 +140,7 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
         PlanError: this process is a rank of a run.
     """
     recipe = rehearsal.recipe
-    with rehearsed_world(rank, recipe.mesh.size):
+    with rehearsed_world(rank, recipe.mesh.size), code_state_kept(rehearsal.planned.model):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         job = _job(rehearsal, fake)
         return _trace(rehearsal, job, fake, steps)

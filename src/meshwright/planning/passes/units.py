@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.blame import is_ours
+from meshwright.blame import is_of_model, is_ours
 from meshwright.chance import WAYS, drawing
+from meshwright.evaluation import in_evaluation
 from meshwright.graph import Call, ModelGraph
 from meshwright.names import few
 from meshwright.plan import Entry
@@ -24,7 +25,7 @@ from meshwright.planning.module_state import undisturbed
 from meshwright.planning.pipeline import parted_modules
 from meshwright.planning.places import place_of
 from meshwright.planning.shadow import Shadow
-from meshwright.planning.units import ParameterUses, called_modules, repeated_blocks
+from meshwright.planning.units import ParameterUses, UsesNoted, called_modules, repeated_blocks
 from meshwright.recipe import Unit
 from meshwright.submesh import Submeshes, trunk
 
@@ -83,6 +84,8 @@ def close_units(draft: Draft) -> Draft:
     again = "is used within a custom autograd.Function, whose backward may compute with it again"
     why |= {u: f"{name} {again}" for u, name in sorted(uses.again) if u not in why}
     why |= {u: f"its forward runs with another tensor in the place of {name}" for u, name in uses.swapped.items()}
+    evaluated = _outside_in_evaluation(draft, uses)
+    why |= {u: f"{name} is used outside its forward in evaluation" for u, name in evaluated.items() if u not in why}
     why |= dict.fromkeys(sorted(_sometimes_skipped(draft, uses) - set(why)), "whether it runs depends on values")
     notes = [f"{unit} is no unit of its own: {reason}" for unit, reason in why.items()]
     units = [u for u in draft.units if u.name not in why]
@@ -101,6 +104,25 @@ def _of_hidden(handed: Mapping[str, str]) -> list[str]:
         units.setdefault(line, []).append(unit)
     why = "uses what they made and did not return"
     return [f"gathered from forward to backward, as {line} {why}: {few(names)}" for line, names in units.items()]
+
+
+def _outside_in_evaluation(draft: Draft, uses: ParameterUses) -> dict[str, str]:
+    """Unit → a parameter that the model uses outside the unit's forward if its modules are in evaluation mode."""
+    if (
+        draft.data == 1
+        or len(draft.units) == 1
+        or not any(map(_asks_for_mode, {type(m) for m in draft.model.modules()}))
+    ):
+        return {}
+    with in_evaluation(draft.model, {name for name, _ in draft.model.named_modules()}):
+        other, _ = _other_forward(draft, uses, Shadow(), ShapeEntries())
+    return dict(sorted(other.outside))
+
+
+def _asks_for_mode(kind: type[nn.Module]) -> bool:
+    """Whether the forward of modules of the model's own depends on their mode (``self.training``)."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and is_of_model(code.co_filename) and "training" in code.co_names
 
 
 def _sometimes_skipped(draft: Draft, uses: ParameterUses) -> set[str]:
@@ -133,7 +155,7 @@ def _other_forward(
     """(the uses of a forward under ``shadow``, whether it ran to its end). ``asked``: a cache of results on meta."""
     other = ParameterUses(draft.model, uses.candidates)
     try:
-        with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching():
+        with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching(), UsesNoted(draft.model, other):
             undisturbed(draft.model, draft.run)(draft.model)
     except Exception as error:
         if is_ours(error):

@@ -6,6 +6,8 @@ are four uses of a number of all rows (a mean) that these losses do not show. In
     a corner        A function like ``clamp`` is linear on both sides of its corner. As long as all parts are on one side,
                     ``kl.mean().clamp(min=0.5)`` of all rows is the mean over the parts; in a later step it may not be. So the
                     mode bends the results of functions with corners: it changes them a little, in a curved way.
+                    What picks (``max``, ``topk``) has a corner where another value is the largest: its results are bent by
+                    all values from which they were picked.
     a stop          In ``a + b * (a / b).detach()`` the number changes gradients, but not the loss. The mode bends a value that
                     is used without its gradient.
     a write         After ``h.data.zero_()`` the loss does not show what becomes of the gradient of ``h``. The mode bends the
@@ -58,6 +60,10 @@ _OF_ONE = frozenset(
 )
 _OF_TWO = frozenset("maximum minimum fmax fmin max min".split())  # of two tensors
 _PICKS = frozenset("max min amax amin aminmax topk sort msort median nanmedian kthvalue quantile nanquantile".split())
+# Of these: the position of the argument that says along which dim they pick (``msort`` has none), the dim if none is given
+# (None: all dims), and whether the dim is kept. For others: 1, None, False.
+_ALONG = {"topk": (2, -1, True), "sort": (1, -1, True), "msort": (9, 0, True), "kthvalue": (2, -1, False),
+          "quantile": (2, None, False), "nanquantile": (2, None, False)}  # fmt: skip
 _LOSSES = frozenset("l1_loss smooth_l1_loss huber_loss".split())
 
 
@@ -334,7 +340,7 @@ class BendingMode(FunctionMode):
         argument = self._decides(name, args, kwargs)
         result = func(*args, **kwargs)
         if argument is None and name in _PICKS:
-            return pytree.tree_map(lambda t: _bend(t, t), result)
+            return pytree.tree_map(lambda t: _bend(t, _picked_from(name, args, kwargs, t)), result)
         if argument is None:
             return result
         self.corners.append(_site(argument))
@@ -377,6 +383,27 @@ def _has_fractions(t: Tensor) -> bool:
 def _bump(at: Tensor) -> Tensor:
     """An elementwise function that is linear nowhere, and small for large values."""
     return 1 / (1 + at.square())
+
+
+def _picked_from(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """A number for each element of a result that a function picked. It follows from all values that could have been picked:
+    in a later step it may be another of them."""
+    x: Any = args[0] if args else kwargs.get("input")
+    if not (_is_bendable(x) and _is_bendable(result) and x.dim()):
+        return result
+    number, dims, keeps = _ALONG.get(name, (1, None, False))
+    dims = kwargs.get("dim", args[number] if len(args) > number else dims)
+    if isinstance(dims, bool) or dims == ():
+        dims = None
+    keeps = keeps or bool(kwargs.get("keepdim", args[number + 1] if len(args) > number + 1 else False))
+    each = _bump(x.detach())
+    of_all = each.mean() if dims is None else each.mean(dims, keepdim=keeps)
+    return of_all.expand_as(result) if _fits(of_all, result) else result
+
+
+def _fits(t: Tensor, like: Tensor) -> bool:
+    pairs = zip(t.shape[::-1], like.shape[::-1], strict=False)
+    return t.dim() <= like.dim() and all(a in (1, b) for a, b in pairs)
 
 
 def _bend(t: Any, at: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.code_state import code_state_kept
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attributes import Name, changed, marks, set_attributes
 from meshwright.runtime.module_state import ModuleState
@@ -28,7 +29,7 @@ def restored_afterwards(
     begin: Mapping[Name, Any],
     wide: bool,
 ) -> Iterator[None]:
-    """A context. At its end, the state of modules, parameters, gradients and generators is as it was at its beginning.
+    """A context. At its end, the state of modules, of their code, parameters, gradients and generators is as at its beginning.
 
     Args:
         random: the generators from which the forwards may draw.
@@ -42,7 +43,7 @@ def restored_afterwards(
     parameters = [(module, name, t) for module, name, t in tensors if isinstance(t, nn.Parameter)]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
-        with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
+        with random.kept(), code_state_kept(model), ModuleState(model, [p for *_, p in parameters]).restored():
             if wide:
                 _widen(slots)
             set_attributes(model, begin)

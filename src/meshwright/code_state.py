@@ -1,0 +1,341 @@
+"""``CodeState``: the Python state outside of a model's modules that the model's code may change. Forwards that are not part of
+training, those of planning and of trials, put it back.
+
+    STEPS = 0                              a global that code assigns
+    MASKS = {}                             containers and objects in globals, closures, defaults and classes
+    class Model: calls = 0                 attributes of the modules' classes, and of classes that the code names
+    def counted(): counted.calls += 1      attributes of functions
+    @functools.lru_cache                   results of functions, if they hold tensors or containers
+
+It is found by following code: from the forwards of the modules to the functions that their code names, and so on. Not covered:
+iterators (``next(COUNTER)``), attributes in ``__slots__``, arrays, large tensors, and what C++ code keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import opcode
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.private import without_any_mode
+
+_DEPTH = 4  # levels of containers and objects within each other
+_MOST_ITEMS = 1024  # items of a container that is put back
+_MOST_BYTES = 1 << 20  # of a tensor that is put back
+_CONTAINERS = frozenset((list, set, deque, dict, OrderedDict, defaultdict, Counter))  # whose subclasses may do anything
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_Cached: Any = type(functools.lru_cache(len))
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _Cached)
+_IMPLICIT = (
+    "forward",
+    "__init__",
+    "__call__",
+    "__getattr__",
+    "__getitem__",
+    "__iter__",
+    "__next__",
+    "__enter__",
+    "__exit__",
+)
+_ASSIGNS_GLOBAL = frozenset(opcode.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+_NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"]) | sys.stdlib_module_names
+_OF_TORCH = frozenset(vars(nn.Module()))
+_ABSENT: Any = object()
+
+Restore = Callable[[], None]
+
+
+@contextmanager
+def code_state_kept(code: nn.Module | Callable[..., Any]) -> Iterator[None]:
+    """At its end, the state is as it was at its beginning. ``code``: a model, or a function that makes one."""
+    state = CodeState(code)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+class CodeState:
+    """The state at the time when this is created. ``code``: as of ``code_state_kept``."""
+
+    def __init__(self, code: nn.Module | Callable[..., Any]) -> None:
+        with without_any_mode():
+            self._restores = _Search(code).restores
+
+    def put_back(self) -> None:
+        """Puts the state back."""
+        with without_any_mode():
+            for restore in self._restores:
+                restore()
+
+
+class _Search:
+    """Follows the code of a model, or of a function that makes one.
+
+    Attributes:
+        restores: functions, each of which puts back a part of the state.
+    """
+
+    def __init__(self, code: nn.Module | Callable[..., Any]) -> None:
+        self.restores: list[Restore] = []
+        self._seen: dict[int, Any] = {}  # id → the object, which is kept so that its id is not used again
+        self._names = set(_IMPLICIT)  # in the code that was followed
+        self._waiting: deque[types.FunctionType] = deque()  # to be followed
+        self._unnamed: dict[str, list[Any]] = {}  # attributes of classes by name, which are added if code names them
+        self._classes: list[type] = []
+        if isinstance(code, nn.Module):
+            self._add_model(code)
+        else:
+            for value in (code, *getattr(code, "__dict__", {}).values()):  # an object of ours may hold the function
+                self._add(value, _DEPTH)
+        while self._waiting:
+            self._follow(self._waiting.popleft())
+        self.restores += [_class(kind, self._names) for kind in self._classes]
+
+    def _add_model(self, model: nn.Module) -> None:
+        """Adds the code of modules. What their attributes hold is the state of modules, which others put back."""
+        for module in model.modules():
+            self._seen[id(module)] = module
+            self._add_class(type(module))
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _Cached)):
+                    self._add(value, _DEPTH)
+                elif name not in _OF_TORCH and hasattr(value, "__dict__"):
+                    self._add_class(type(value))
+
+    def _follow(self, function: types.FunctionType) -> None:
+        """Adds what the code of a function names, and what the function is closed over."""
+        space = function.__globals__
+        for names, assigns in _names_in(function.__code__):
+            for name in names:
+                if name not in self._names:
+                    self._names.add(name)
+                    for attribute in self._unnamed.pop(name, ()):
+                        self._add(attribute, _DEPTH)
+                value = space.get(name, _ABSENT)
+                if assigns:
+                    self.restores.append(_item(space, name, value))
+                if isinstance(value, types.ModuleType) and _is_of_model(value.__name__):
+                    self._add_python_module(vars(value), names)
+                self._add(value, _DEPTH)
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            self.restores.append(_cell(cell, content))
+            self._add(content, _DEPTH)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(value, _DEPTH)
+
+    def _add_python_module(self, space: dict[str, Any], names: Iterable[str]) -> None:
+        """Adds the attributes of a Python module that code may mean, which names the module and ``names``."""
+        for name in names:
+            if name in space and not name.startswith("__"):
+                self.restores.append(_item(space, name, space[name]))
+                self._add(space[name], _DEPTH)
+
+    def _add_class(self, kind: type) -> None:
+        """Adds a class and its bases: those attributes that code names."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or not _is_of_model(base.__module__):
+                continue
+            self._seen[id(base)] = base
+            self._classes.append(base)
+            for name, value in vars(base).items():
+                if name in self._names:
+                    self._add(value, _DEPTH)
+                else:
+                    self._unnamed.setdefault(name, []).append(value)
+
+    def _add(self, value: Any, depth: int) -> None:
+        """Adds a value that code may reach: code is followed, the items of containers and objects are put back."""
+        if isinstance(value, (*_CONSTANTS, types.ModuleType)) or id(value) in self._seen or value is _ABSENT:
+            return
+        if isinstance(value, type):
+            self._add_class(value)
+            return
+        if isinstance(value, nn.Module):
+            self._add_model(value)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self.restores += _tensor(value)
+        elif isinstance(value, types.FunctionType):
+            if _is_of_model(value.__module__ or ""):
+                self._waiting.append(value)
+                self.restores.append(_container(vars(value)))
+                self._add(getattr(value, "__wrapped__", None), depth)
+        elif isinstance(value, _Cached):
+            self.restores.append(_cache(value))
+            self._add(value.__wrapped__, depth)
+            for result in _results(value):
+                self._add(result, depth)
+        elif (parts := _parts(value)) is not None:
+            for part in parts:
+                self._add(part, depth)
+        elif depth:
+            self._add_holder(value, depth - 1)
+
+    def _add_holder(self, value: Any, depth: int) -> None:
+        """Adds a container or a plain object, and what it holds."""
+        if isinstance(value, tuple):
+            items: list[Any] = list(value)
+        elif type(value) in _CONTAINERS:
+            items = list(value.values() if isinstance(value, dict) else value)
+            holder: Any = value
+        elif _is_of_model(type(value).__module__) and hasattr(value, "__dict__"):
+            self._add_class(type(value))
+            holder = vars(value)
+            items = list(holder.values())
+        else:
+            return
+        if len(items) > _MOST_ITEMS:
+            return
+        if not isinstance(value, tuple):
+            self.restores.append(_container(holder))
+        for item in items:
+            self._add(item, depth)
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> list[tuple[tuple[str, ...], bool]]:
+    """For a function's code and that of the functions that it makes: (the names in it, whether it assigns globals)."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = code.co_names, not _ASSIGNS_GLOBAL.isdisjoint(code.co_code[::2])
+    return [own, *(names for function in inner for names in _names_in(function))]
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """The functions and values that a callable object is made of; None for another object."""
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        return [value.__func__, getattr(value, "__self__", None)]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    return [] if isinstance(value, types.BuiltinFunctionType) else None
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a Python module is the model's: no part of torch, NumPy, this library or the standard library."""
+    return name.partition(".")[0] not in _NOT_OF_MODEL
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _ABSENT
+
+
+# --- what puts back a part of the state -----------------------------------------------------------------------------------
+
+
+def _item(space: dict[str, Any], name: str, value: Any) -> Restore:
+    """Puts back a name of a namespace. ``value``: _ABSENT for none."""
+
+    def restore() -> None:
+        if value is _ABSENT:
+            space.pop(name, None)
+        elif space.get(name, _ABSENT) is not value:
+            space[name] = value
+
+    return restore
+
+
+def _class(kind: type, names: Container[str]) -> Restore:
+    """Puts back those attributes of a class that have one of ``names``."""
+
+    def now() -> dict[str, Any]:
+        return {k: v for k, v in vars(kind).items() if k in names and not isinstance(v, _FUNCTIONS)}
+
+    before = now()
+
+    def restore() -> None:
+        for name in now().keys() - before.keys():
+            type.__delattr__(kind, name)
+        for name, value in before.items():
+            if vars(kind).get(name, _ABSENT) is not value:
+                type.__setattr__(kind, name, value)
+
+    return restore
+
+
+def _cell(cell: types.CellType, content: Any) -> Restore:
+    """Puts back a variable over which a function is closed."""
+
+    def restore() -> None:
+        if content is _ABSENT:
+            if _content(cell) is not _ABSENT:
+                del cell.cell_contents
+        elif _content(cell) is not content:
+            cell.cell_contents = content
+
+    return restore
+
+
+def _container(holder: Any) -> Restore:
+    """Puts back the items of a list, dict, set or deque."""
+    items = holder.copy()
+
+    def restore() -> None:
+        if _identities(holder) == _identities(items):
+            return
+        holder.clear()
+        if isinstance(holder, (list, deque)):
+            holder.extend(items)
+        else:
+            holder.update(items)
+
+    return restore
+
+
+def _identities(holder: Any) -> Any:
+    if isinstance(holder, dict):
+        return [(key, id(value)) for key, value in holder.items()]
+    return list(map(id, holder))
+
+
+def _tensor(t: Tensor) -> list[Restore]:
+    """Puts back the values of a tensor, unless it is large or has none."""
+    if t.is_meta or type(t) is not Tensor or t.numel() * t.element_size() > _MOST_BYTES:
+        return []
+    values = t.detach().clone()
+
+    def restore() -> None:
+        if t.shape == values.shape:
+            t.data.copy_(values)  # ``data`` leaves the version counter, which autograd checks
+
+    return [restore]
+
+
+def _cache(function: Any) -> Restore:
+    """Empties the cache of a function that has got results which may change or lie on meta. The function gives them again."""
+    misses = function.cache_info().misses
+
+    def restore() -> None:
+        if function.cache_info().misses != misses and any(_may_change(result) for result in _results(function)):
+            function.cache_clear()
+
+    return restore
+
+
+def _results(function: Any) -> list[Any]:
+    """The results in a function's cache, and its keys."""
+    kept = [item for item in gc.get_referents(function) if item is not function.__wrapped__]
+    return [v for item in kept for v in (item.values() if type(item) is dict else [item])]
+
+
+def _may_change(result: Any) -> bool:
+    if isinstance(result, tuple):
+        return any(map(_may_change, result))
+    return isinstance(result, Tensor) or type(result) in _CONTAINERS
