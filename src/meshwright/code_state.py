@@ -7,7 +7,8 @@ training, those of planning and of trials, put it back.
     def counted(): counted.calls += 1      attributes of functions
     @functools.lru_cache                   results of functions, if they hold tensors or containers
 
-It is found by following code: from the forwards of the modules to the functions that their code names, and so on. Not covered:
+It is found by following code: from the forwards of the modules to the functions that their code names, and so on, within the
+packages that have modules of the model: the state of a logger, of which threads take care, is left alone. Not covered either:
 iterators (``next(COUNTER)``), attributes in ``__slots__``, arrays, large tensors, and what C++ code keeps.
 """
 
@@ -34,17 +35,7 @@ _CONTAINERS = frozenset((list, set, deque, dict, OrderedDict, defaultdict, Count
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 _Cached: Any = type(functools.lru_cache(len))
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _Cached)
-_IMPLICIT = (
-    "forward",
-    "__init__",
-    "__call__",
-    "__getattr__",
-    "__getitem__",
-    "__iter__",
-    "__next__",
-    "__enter__",
-    "__exit__",
-)
+_IMPLICIT = "forward __init__ __call__ __getattr__ __getitem__ __iter__ __next__ __enter__ __exit__".split()
 _ASSIGNS_GLOBAL = frozenset(opcode.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
 _NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"]) | sys.stdlib_module_names
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -91,26 +82,47 @@ class _Search:
         self._waiting: deque[types.FunctionType] = deque()  # to be followed
         self._unnamed: dict[str, list[Any]] = {}  # attributes of classes by name, which are added if code names them
         self._classes: list[type] = []
+        self._of_script: set[int] = set()  # ids of functions whose closures are left alone
+        self._packages: set[str] = set()  # that have modules of the model, or the function that makes it
         if isinstance(code, nn.Module):
             self._add_model(code)
         else:
-            for value in (code, *getattr(code, "__dict__", {}).values()):  # an object of ours may hold the function
-                self._add(value, _DEPTH)
+            self._add_builder(code)
         while self._waiting:
             self._follow(self._waiting.popleft())
         self.restores += [_class(kind, self._names) for kind in self._classes]
 
+    def _add_builder(self, build: Callable[..., Any]) -> None:
+        """Adds the code of a function that makes a model. What it is closed over, or a method of, is the script's own."""
+        # (An object of ours may hold the function.)
+        for value in (build, *(_parts(build) or ()), *getattr(build, "__dict__", {}).values()):
+            self._packages |= _package(getattr(value, "__module__", None) or "")
+            if isinstance(value, types.FunctionType):
+                self._of_script.add(id(value))
+            if value is build or _parts(value) is None:
+                self._add_code(value)
+
     def _add_model(self, model: nn.Module) -> None:
         """Adds the code of modules. What their attributes hold is the state of modules, which others put back."""
-        for module in model.modules():
-            self._seen[id(module)] = module
+        modules = [module for module in model.modules() if id(module) not in self._seen]
+        self._seen.update((id(module), module) for module in modules)
+        for kind in {type(module): None for module in modules}:
+            self._packages |= _package(kind.__module__)
+        for module in modules:
             self._add_class(type(module))
-        for module in model.modules():
             for name, value in vars(module).items():
-                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, _Cached)):
-                    self._add(value, _DEPTH)
-                elif name not in _OF_TORCH and hasattr(value, "__dict__"):
-                    self._add_class(type(value))
+                if name not in _OF_TORCH:
+                    self._add_code(value)
+
+    def _add_code(self, value: Any) -> None:
+        """Adds a function, or the class of an object. The object itself is left alone."""
+        if isinstance(value, (types.MethodType, functools.partial)):
+            for part in _parts(value) or ():
+                self._add_code(part)
+        elif isinstance(value, (types.FunctionType, _Cached, type, nn.Module)):
+            self._add(value, _DEPTH)
+        elif hasattr(value, "__dict__"):
+            self._add_class(type(value))
 
     def _follow(self, function: types.FunctionType) -> None:
         """Adds what the code of a function names, and what the function is closed over."""
@@ -124,13 +136,16 @@ class _Search:
                 value = space.get(name, _ABSENT)
                 if assigns:
                     self.restores.append(_item(space, name, value))
-                if isinstance(value, types.ModuleType) and _is_of_model(value.__name__):
+                if isinstance(value, types.ModuleType) and self._is_of_model(value.__name__):
                     self._add_python_module(vars(value), names)
                 self._add(value, _DEPTH)
         for cell in function.__closure__ or ():
             content = _content(cell)
             self.restores.append(_cell(cell, content))
-            self._add(content, _DEPTH)
+            if id(function) in self._of_script:
+                self._add_code(content)
+            else:
+                self._add(content, _DEPTH)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(value, _DEPTH)
 
@@ -143,8 +158,10 @@ class _Search:
 
     def _add_class(self, kind: type) -> None:
         """Adds a class and its bases: those attributes that code names."""
+        if issubclass(kind, nn.Module):
+            self._packages |= _package(kind.__module__)
         for base in kind.__mro__:
-            if id(base) in self._seen or not _is_of_model(base.__module__):
+            if id(base) in self._seen or not self._is_of_model(base.__module__):
                 continue
             self._seen[id(base)] = base
             self._classes.append(base)
@@ -168,7 +185,7 @@ class _Search:
         if isinstance(value, Tensor):
             self.restores += _tensor(value)
         elif isinstance(value, types.FunctionType):
-            if _is_of_model(value.__module__ or ""):
+            if self._is_of_model(value.__module__ or ""):
                 self._waiting.append(value)
                 self.restores.append(_container(vars(value)))
                 self._add(getattr(value, "__wrapped__", None), depth)
@@ -183,6 +200,10 @@ class _Search:
         elif depth:
             self._add_holder(value, depth - 1)
 
+    def _is_of_model(self, name: str) -> bool:
+        """Whether a Python module is in a package of the model."""
+        return name.partition(".")[0] in self._packages
+
     def _add_holder(self, value: Any, depth: int) -> None:
         """Adds a container or a plain object, and what it holds."""
         if isinstance(value, tuple):
@@ -190,7 +211,7 @@ class _Search:
         elif type(value) in _CONTAINERS:
             items = list(value.values() if isinstance(value, dict) else value)
             holder: Any = value
-        elif _is_of_model(type(value).__module__) and hasattr(value, "__dict__"):
+        elif self._is_of_model(type(value).__module__) and hasattr(value, "__dict__"):
             self._add_class(type(value))
             holder = vars(value)
             items = list(holder.values())
@@ -225,9 +246,9 @@ def _parts(value: Any) -> list[Any] | None:
     return [] if isinstance(value, types.BuiltinFunctionType) else None
 
 
-def _is_of_model(name: str) -> bool:
-    """Whether a Python module is the model's: no part of torch, NumPy, this library or the standard library."""
-    return name.partition(".")[0] not in _NOT_OF_MODEL
+def _package(name: str) -> set[str]:
+    """The package of a Python module; none for a part of torch, NumPy, this library or the standard library."""
+    return {name.partition(".")[0]} - _NOT_OF_MODEL - {""}
 
 
 def _content(cell: types.CellType) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import getattr_static
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ def _outside_in_evaluation(draft: Draft, uses: ParameterUses) -> dict[str, str]:
 
 def _asks_for_mode(kind: type[nn.Module]) -> bool:
     """Whether the forward of modules of the model's own depends on their mode (``self.training``)."""
-    code = getattr(kind.forward, "__code__", None)
+    code = getattr(getattr_static(kind, "forward"), "__code__", None)  # a scripted module's is a descriptor
     return code is not None and is_of_model(code.co_filename) and "training" in code.co_names
 
 
