@@ -1081,10 +1081,8 @@ def called_block(b: Builder) -> None:
     if "swapped" in b.allowed:
         tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
         ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
-    # Torch ends the process at a write under no_grad to a view, within a transform; and under autocast, which keeps the cast
-    # weights of a transform that has ended.
-    ends = "no_grad" in b.classes[-1].source() or torch.is_autocast_enabled("cpu")
-    if "transforms" in b.allowed and not ends:
+    # Torch ends the process at a write under no_grad to a view, within a transform.
+    if "transforms" in b.allowed and "no_grad" not in b.classes[-1].source():
         ways += [b.pick([f"torch.vmap(self.{name})({{0}})", f"torch.func.grad(lambda t: self.{name}(t).square().sum())({{0}})",
                          f"torch.func.jvp(self.{name}, ({{0}},), (torch.ones_like({{0}}),))[1]"])]  # fmt: skip
     text = b.pick(ways)
@@ -1211,9 +1209,14 @@ def autocast(b: Builder) -> None:
     if b.depth:
         raise RefusedError
     head = b.pick(['with torch.autocast("cpu", dtype=torch.bfloat16):', 'with torch.autocast("cpu", enabled=False):'])
-    with b.region(head), eval(head[5:-1], {"torch": torch}):
-        for _ in range(b.draw.randint(1, 4)):
-            b.step()
+    # Torch ends the process at a weight that autocast has cast in a transform and keeps when the transform has ended.
+    allowed, b.allowed = b.allowed, b.allowed - {"transforms"}
+    try:
+        with b.region(head), eval(head[5:-1], {"torch": torch}):
+            for _ in range(b.draw.randint(1, 4)):
+                b.step()
+    finally:
+        b.allowed = allowed
 
 
 @operation("half", 3)
