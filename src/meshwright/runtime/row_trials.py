@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.calls.placeholder import PathError
+from meshwright.code_state import CodeState
 from meshwright.errors import StageError, UncutPathError
 from meshwright.evaluation import StepMode
 from meshwright.generators import Generators
@@ -189,6 +190,7 @@ class RowTrials:
         return Forwards(
             runner.module,
             self._random,
+            CodeState(runner.module),
             runner.changed(),
             partial(self._losses, backward),
             self._agreed,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.code_state import CodeState
 from meshwright.errors import StageError
 from meshwright.evaluation import in_evaluation
 from meshwright.generators import Generators
@@ -53,6 +54,7 @@ class Forwards:
     Attributes:
         model: the model.
         random: the generators from which a forward may draw.
+        code: what the model's code keeps outside of modules.
         changed: the buffers and parameters that a forward may write.
         losses: (pieces of a batch, how they combine, a context for each forward, whether it computes in float64) → the results,
             without the final state of modules.
@@ -63,6 +65,7 @@ class Forwards:
 
     model: nn.Module
     random: Generators
+    code: CodeState
     changed: Sequence[Slot]
     losses: Losses
     agreed: Agreed
@@ -336,6 +339,7 @@ class Attempt:
         restored = restored_afterwards(
             self._forwards.model,
             self._forwards.random,
+            self._forwards.code,
             self._forwards.changed,
             results.final_slots,
             results.final_attributes,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.code_state import code_state_kept
+from meshwright.code_state import CodeState
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attributes import Name, changed, marks, set_attributes
 from meshwright.runtime.module_state import ModuleState
@@ -22,6 +22,7 @@ Slot = tuple[nn.Module, str]
 def restored_afterwards(
     model: nn.Module,
     random: Generators,
+    code: CodeState,
     slots: Sequence[Slot],
     final_slots: list[list[Tensor]],
     final_attributes: list[dict[Name, Any]],
@@ -33,6 +34,7 @@ def restored_afterwards(
 
     Args:
         random: the generators from which the forwards may draw.
+        code: what the model's code keeps outside of modules.
         slots: the buffers and parameters that a forward may write.
         final_slots: gets the values of the slots after the forwards.
         final_attributes: gets the plain attributes that the forwards changed, with their values after them.
@@ -43,7 +45,7 @@ def restored_afterwards(
     parameters = [(module, name, t) for module, name, t in tensors if isinstance(t, nn.Parameter)]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
-        with random.kept(), code_state_kept(model), ModuleState(model, [p for *_, p in parameters]).restored():
+        with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
             if wide:
                 _widen(slots)
             set_attributes(model, begin)
@@ -54,6 +56,7 @@ def restored_afterwards(
                 final_attributes.append(changed(model, before))
                 final_slots.append([local_tensor(getattr(*slot)).detach().clone() for slot in slots])
     finally:
+        code.put_back()
         for module, name, p in parameters:
             setattr(module, name, p)
         for p, gradient in gradients:
