@@ -303,7 +303,7 @@ def low_precision(plan):
     return losses, kinds
 
 
-@pytest.mark.parametrize("plan", ["dp_shard=2", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("plan", ["dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.proof)])
 def test_bfloat16_computes_low_and_keeps_parameters_and_gradients_in_float32(plan, workers):
     losses, kinds = workers.run(low_precision, plan, ranks=mw.Mesh.parse(plan).size)[0]
     assert kinds == {(torch.float32, torch.float32)}

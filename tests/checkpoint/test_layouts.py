@@ -11,7 +11,7 @@ from saving import LAYOUTS, Dropping, Tied, load, ranks, rows, save, start, stat
 NAMES = list(LAYOUTS)
 # What continuous integration runs: each layout once, to or from another kind.
 QUICK = {
-    ("single", "pp2-tp2"), ("dp_shard3", "branches 1+3"), ("branches 1+3", "tp4"), ("pp2", "dp_shard2"),
+    ("dp_shard3", "branches 1+3"), ("branches 1+3", "tp4"), ("pp2", "dp_shard2"),
 }  # fmt: skip
 
 

@@ -295,7 +295,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(k, marks=pytest.mark.proof) if k == "fsdp" else k for k in LAYOUTS])
 def test_a_replay_is_the_eager_forward(layout: str, workers: LocalWorkers) -> None:
     assert all(both(workers, Model, LAYOUTS[layout]))
 

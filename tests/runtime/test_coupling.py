@@ -1026,7 +1026,10 @@ def kinds_of_integers(plan, rows):
     [
         {"mesh": "dp_shard=2"},
         {"mesh": "pp=2", "microbatches": 2},
-        {"mesh": "tp=2", "microbatches": 2, "modules": {"terms": {"on": "tp[0:1]"}, "side": {"on": "tp[1:2]"}}},
+        pytest.param(
+            {"mesh": "tp=2", "microbatches": 2, "modules": {"terms": {"on": "tp[0:1]"}, "side": {"on": "tp[1:2]"}}},
+            marks=pytest.mark.proof,
+        ),
     ],
     ids=["dp_shard=2", "pp=2", "branches"],
 )
