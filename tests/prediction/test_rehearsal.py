@@ -76,7 +76,7 @@ LAYOUTS = [
 ]
 
 
-OFTEN = ("dp_shard=2", "tp=2", "pp=2", "pp=2,dp_shard=2")  # what continuous integration runs, with nothing else asked
+OFTEN = ("dp_shard=2", "tp=2", "pp=2")  # what continuous integration runs, with nothing else asked
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,21 @@ def test_rows_of_other_ranks_live_until_the_backward_has_ended():
     assert most["0B0"] and not most["optimizer"]
 
 
+class Models:
+    """A list that a rehearsal does not put back, as it stands in a slot."""
+
+    __slots__ = ("seen",)
+
+    def __init__(self):
+        self.seen = []
+
+
 def test_a_rehearsal_leaves_nothing():
-    models = []
+    models = Models()
 
     class Watched(Tower):  # each copy runs its own forward
         def forward(self, ids):
-            models.append(weakref.ref(self))
+            models.seen.append(weakref.ref(self))
             return super().forward(ids)
 
     def build():
@@ -204,7 +213,7 @@ def test_a_rehearsal_leaves_nothing():
     predict(build, tokens(rows=4), "dp_shard=2,tp=2", loss=loss)
     assert sys.excepthook is hook
     gc.collect()
-    assert len(models) > 1 and all(model() is None for model in models)
+    assert len(models.seen) > 1 and all(model() is None for model in models.seen)
 
 
 def test_a_model_that_cannot_be_copied_is_rehearsed():

@@ -97,8 +97,8 @@ LAYOUTS = [
 HARDWARE = [read_profile("h100"), replace(read_profile("h100"), cores=4)]  # with a queue, and without
 
 
-# What continuous integration runs: no pipeline, and one whose stages have several parts, each on one kind of hardware.
-OFTEN = {(1, 1), (6, 0)}
+# What continuous integration runs: no pipeline, on one kind of hardware.
+OFTEN = {(1, 1)}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,15 @@ from meshwright.private import FakeTensor
 ROWS = 8
 
 
+class Notes:
+    """A list that a rehearsal does not put back, as it stands in a slot."""
+
+    __slots__ = ("items",)
+
+    def __init__(self):
+        self.items = []
+
+
 class Noted(nn.Module):
     """Notes what its forward makes, in every forward."""
 
@@ -20,20 +29,20 @@ class Noted(nn.Module):
     def forward(self, x):
         h = self.head(x)
         made = self.make(x, h)
-        self.notes.append(made)
+        self.notes.items.append(made)
         return h.mean()
 
 
 def noted(make, batch=None):
     """What ``make`` of a batch and what follows from parameters made in the last step, and the prediction's notes."""
-    notes = []
+    notes = Notes()
 
     class Model(Noted):
         pass
 
     Model.make, Model.notes = staticmethod(make), notes
     prediction = predict(Model, (torch.ones(ROWS, 4) if batch is None else batch,), "dp_shard=2", loss=itself)
-    return notes[-1], prediction.notes
+    return notes.items[-1], prediction.notes
 
 
 def itself(loss):

@@ -134,7 +134,7 @@ def refusals(mesh: str) -> Any:
     return told, [note for note in notes if "not tried" in note], (hooks, len(of_torch._global_optimizer_pre_hooks))
 
 
-@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.proof)])
 def test_coupled_updates_are_refused_over_stages(workers: Any, mesh: str) -> None:
     for told, notes, hooks in workers.run(refusals, mesh, ranks=mw.Plan(mesh).mesh.size):
         assert len(told) == 2 * len(COUPLED), told

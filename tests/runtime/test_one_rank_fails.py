@@ -73,7 +73,7 @@ def outcome(mesh: str, where: str, failing: int) -> tuple[str, str, float, str]:
         pytest.param("dp_shard=2", "forward", marks=pytest.mark.proof),  # as in a backward
         pytest.param("tp=2", "forward", marks=pytest.mark.proof),
         ("pp=2", "forward"),
-        ("dp_shard=2", "backward"),
+        pytest.param("dp_shard=2", "backward", marks=pytest.mark.proof),
     ],
 )
 def test_a_rank_that_fails_and_lives_on_ends_the_others(workers: LocalWorkers, mesh: str, where: str) -> None:

@@ -93,15 +93,22 @@ def plain(workers: LocalWorkers) -> dict[str, list[float]]:
     return {name: workers.run(losses, plan, "", False, ranks=2)[0] for name, plan in LAYOUTS.items()}
 
 
-# Recording stacks takes a profiler half a minute. The other two pass through the same places as a function mode.
-RARE = {"a profiler of stacks", "a dispatch mode", "a debugger"}
+OFTEN = {
+    ("a profiler of shapes", "dp_shard"),
+    ("a function mode", "tp"),
+    ("anomaly detection", "pp"),
+}  # with everything
 
 
 @pytest.mark.parametrize(
-    "everything", [pytest.param(False, marks=pytest.mark.proof), True], ids=["the loop", "everything"]
+    ("around", "layout", "everything"),
+    [
+        pytest.param(a, k, e, marks=() if e and (a, k) in OFTEN else pytest.mark.proof, id=f"{a}-{k}-{e}")
+        for a in AROUND
+        for k in LAYOUTS
+        for e in (False, True)
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("around", [pytest.param(k, marks=pytest.mark.proof) if k in RARE else k for k in AROUND])
 def test_what_is_on_around_a_job_changes_nothing(
     around: str, layout: str, everything: bool, plain: dict[str, list[float]], workers: LocalWorkers
 ) -> None:
@@ -126,8 +133,14 @@ def without_gradients(plan: dict[str, Any], off: str) -> tuple[str, float, float
     return str(error.value), evaluated, loss, [g for _, g in job.full_gradients()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("off", OFF)
+@pytest.mark.parametrize(
+    ("off", "layout"),
+    [
+        pytest.param(o, k, marks=() if (o, k) in {("no_grad", "tp"), ("inference_mode", "pp")} else pytest.mark.proof)
+        for o in OFF
+        for k in LAYOUTS
+    ],
+)
 def test_a_step_without_gradients_is_refused(
     off: str, layout: str, plain: dict[str, list[float]], workers: LocalWorkers
 ) -> None:
