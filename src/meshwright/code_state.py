@@ -8,8 +8,9 @@ training, those of planning and of trials, put it back.
     @functools.lru_cache                   results of functions, if they hold tensors or containers
 
 It is found by following code: from the forwards of the modules to the functions that their code names, and so on, within the
-packages that have modules of the model: the state of a logger, of which threads take care, is left alone. Not covered either:
-iterators (``next(COUNTER)``), attributes in ``__slots__``, arrays, large tensors, and what C++ code keeps.
+packages that have modules of the model: the state of a logger, of which threads take care, is left alone. So is what a first
+forward makes once for the process, in place of None: a compiled function, a library of operators. Not covered: iterators
+(``next(COUNTER)``), attributes in ``__slots__``, arrays, large tensors, and what C++ code keeps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.private import without_any_mode
@@ -33,6 +35,7 @@ _MOST_ITEMS = 1024  # items of a container that is put back
 _MOST_BYTES = 1 << 20  # of a tensor that is put back
 _CONTAINERS = frozenset((list, set, deque, dict, OrderedDict, defaultdict, Counter))  # whose subclasses may do anything
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_DATA = (Tensor, tuple, torch.dtype, torch.device)
 _Cached: Any = type(functools.lru_cache(len))
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _Cached)
 _IMPLICIT = "forward __init__ __call__ __getattr__ __getitem__ __iter__ __next__ __enter__ __exit__".split()
@@ -265,12 +268,22 @@ def _item(space: dict[str, Any], name: str, value: Any) -> Restore:
     """Puts back a name of a namespace. ``value``: _ABSENT for none."""
 
     def restore() -> None:
+        now = space.get(name, _ABSENT)
+        if now is value or _is_made_once(value, now):
+            return
         if value is _ABSENT:
-            space.pop(name, None)
-        elif space.get(name, _ABSENT) is not value:
+            del space[name]
+        else:
             space[name] = value
 
     return restore
+
+
+def _is_made_once(before: Any, now: Any) -> bool:
+    """Whether a forward has made something for the process that is no data: a function, an object of torch's or Python's."""
+    if (before is not None and before is not _ABSENT) or isinstance(now, (*_CONSTANTS, *_DATA)) or now is _ABSENT:
+        return False
+    return type(now) not in _CONTAINERS and type(now).__module__.partition(".")[0] in _NOT_OF_MODEL - {"numpy"}
 
 
 def _class(kind: type, names: Container[str]) -> Restore:
@@ -282,10 +295,12 @@ def _class(kind: type, names: Container[str]) -> Restore:
     before = now()
 
     def restore() -> None:
-        for name in now().keys() - before.keys():
-            type.__delattr__(kind, name)
+        for name, new in now().items():
+            if name not in before and not _is_made_once(_ABSENT, new):
+                type.__delattr__(kind, name)
         for name, value in before.items():
-            if vars(kind).get(name, _ABSENT) is not value:
+            new = vars(kind).get(name, _ABSENT)
+            if new is not value and not _is_made_once(value, new):
                 type.__setattr__(kind, name, value)
 
     return restore
@@ -295,10 +310,12 @@ def _cell(cell: types.CellType, content: Any) -> Restore:
     """Puts back a variable over which a function is closed."""
 
     def restore() -> None:
+        now = _content(cell)
+        if now is content or _is_made_once(content, now):
+            return
         if content is _ABSENT:
-            if _content(cell) is not _ABSENT:
-                del cell.cell_contents
-        elif _content(cell) is not content:
+            del cell.cell_contents
+        else:
             cell.cell_contents = content
 
     return restore

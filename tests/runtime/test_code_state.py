@@ -206,3 +206,33 @@ def test_a_function_that_makes_a_model_is_followed_to_its_classes() -> None:
     with code_state_kept(build):
         before = [block.index for block in build().blocks]
     assert before == [block.index for block in build().blocks] == [0, 1, 2, 3]
+
+
+ONCE = """
+import torch
+from torch import nn
+
+LIBRARY, TYPE, LAST = None, None, None
+
+class Model(nn.Module):
+    compiled = None
+
+    def forward(self, x):
+        global LIBRARY, TYPE, LAST
+        if LIBRARY is None:
+            LIBRARY = torch.library.Library("of_a_test", "DEF")
+            type(self).compiled = staticmethod(torch.nn.functional.gelu)
+        TYPE, LAST = x.dtype, [x]
+        return self.compiled(x)
+"""
+
+
+def test_what_is_made_once_for_the_process_stays() -> None:
+    space: dict[str, Any] = {"__name__": "a_model"}
+    exec(compile(ONCE, "a_model.py", "exec"), space)
+    model = space["Model"]()
+    with code_state_kept(model):
+        model(rows(0))
+    assert isinstance(space["LIBRARY"], torch.library.Library) and type(model).compiled is not None
+    assert space["TYPE"] is space["LAST"] is None
+    model(rows(0))  # a library cannot be made twice
