@@ -11,11 +11,18 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from meshwright.workers.pool import LocalWorkers, local_workers
+from selection import mark_long_tests
 
 # The same examples on every run: what passes on one machine passes on the next, which
 # may be slower. `--hypothesis-seed` tries others.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves the tests of ``proof.txt`` to ``make proof``."""
+    mark_long_tests(items)
 
 
 @pytest.fixture(autouse=True)
