@@ -22,7 +22,7 @@ MODULES = {
 LADDER = (
     "meshwright",  # names, loaded when they are asked for
     "private amounts blame errors identity mesh layout names submesh plan schedule graph regions recipe hardware container "
-    "chance code_state garbage generators described evaluation switches mismatch",
+    "callables chance code_state garbage generators described evaluation switches mismatch",
     "spmd workers",
     "calls watch replay",
     "planning",

@@ -18,16 +18,17 @@ from __future__ import annotations
 import functools
 import gc
 import opcode
-import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.callables import ABSENT, content, defaults, is_of_no_model, parts
 from meshwright.private import without_any_mode
 
 _DEPTH = 4  # levels of containers and objects within each other
@@ -40,9 +41,7 @@ _Cached: Any = type(functools.lru_cache(len))
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _Cached)
 _IMPLICIT = "forward __init__ __call__ __getattr__ __getitem__ __iter__ __next__ __enter__ __exit__".split()
 _ASSIGNS_GLOBAL = frozenset(opcode.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
-_NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"]) | sys.stdlib_module_names
 _OF_TORCH = frozenset(vars(nn.Module()))
-_ABSENT: Any = object()
 
 Restore = Callable[[], None]
 
@@ -98,11 +97,11 @@ class _Search:
     def _add_builder(self, build: Callable[..., Any]) -> None:
         """Adds the code of a function that makes a model. What it is closed over, or a method of, is the script's own."""
         # (An object of ours may hold the function.)
-        for value in (build, *(_parts(build) or ()), *getattr(build, "__dict__", {}).values()):
+        for value in (build, *(parts(build) or ()), *getattr(build, "__dict__", {}).values()):
             self._packages |= _package(getattr(value, "__module__", None) or "")
             if isinstance(value, types.FunctionType):
                 self._of_script.add(id(value))
-            if value is build or _parts(value) is None:
+            if value is build or parts(value) is None:
                 self._add_code(value)
 
     def _add_model(self, model: nn.Module) -> None:
@@ -120,7 +119,7 @@ class _Search:
     def _add_code(self, value: Any) -> None:
         """Adds a function, or the class of an object. The object itself is left alone."""
         if isinstance(value, (types.MethodType, functools.partial)):
-            for part in _parts(value) or ():
+            for part in parts(value) or ():
                 self._add_code(part)
         elif isinstance(value, (types.FunctionType, _Cached, type, nn.Module)):
             self._add(value, _DEPTH)
@@ -136,20 +135,20 @@ class _Search:
                     self._names.add(name)
                     for attribute in self._unnamed.pop(name, ()):
                         self._add(attribute, _DEPTH)
-                value = space.get(name, _ABSENT)
+                value = space.get(name, ABSENT)
                 if assigns:
                     self.restores.append(_item(space, name, value))
                 if isinstance(value, types.ModuleType) and self._is_of_model(value.__name__):
                     self._add_python_module(vars(value), names)
                 self._add(value, _DEPTH)
         for cell in function.__closure__ or ():
-            content = _content(cell)
-            self.restores.append(_cell(cell, content))
+            value = content(cell)
+            self.restores.append(_cell(cell, value))
             if id(function) in self._of_script:
-                self._add_code(content)
+                self._add_code(value)
             else:
-                self._add(content, _DEPTH)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._add(value, _DEPTH)
+        for value in defaults(function):
             self._add(value, _DEPTH)
 
     def _add_python_module(self, space: dict[str, Any], names: Iterable[str]) -> None:
@@ -176,7 +175,7 @@ class _Search:
 
     def _add(self, value: Any, depth: int) -> None:
         """Adds a value that code may reach: code is followed, the items of containers and objects are put back."""
-        if isinstance(value, (*_CONSTANTS, types.ModuleType)) or id(value) in self._seen or value is _ABSENT:
+        if isinstance(value, (*_CONSTANTS, types.ModuleType)) or id(value) in self._seen or value is ABSENT:
             return
         if isinstance(value, type):
             self._add_class(value)
@@ -197,8 +196,8 @@ class _Search:
             self._add(value.__wrapped__, depth)
             for result in _results(value):
                 self._add(result, depth)
-        elif (parts := _parts(value)) is not None:
-            for part in parts:
+        elif (within := parts(value)) is not None:
+            for part in within:
                 self._add(part, depth)
         elif depth:
             self._add_holder(value, depth - 1)
@@ -236,89 +235,68 @@ def _names_in(code: types.CodeType) -> list[tuple[tuple[str, ...], bool]]:
     return [own, *(names for function in inner for names in _names_in(function))]
 
 
-def _parts(value: Any) -> list[Any] | None:
-    """The functions and values that a callable object is made of; None for another object."""
-    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-        return [value.__func__, getattr(value, "__self__", None)]
-    if isinstance(value, property):
-        return [value.fget, value.fset]
-    if isinstance(value, functools.cached_property):
-        return [value.func]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    return [] if isinstance(value, types.BuiltinFunctionType) else None
-
-
 def _package(name: str) -> set[str]:
     """The package of a Python module; none for a part of torch, NumPy, this library or the standard library."""
-    return {name.partition(".")[0]} - _NOT_OF_MODEL - {""}
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _ABSENT
+    return set() if is_of_no_model(name) else {name.partition(".")[0]} - {""}
 
 
 # --- what puts back a part of the state -----------------------------------------------------------------------------------
 
 
-def _item(space: dict[str, Any], name: str, value: Any) -> Restore:
-    """Puts back a name of a namespace. ``value``: _ABSENT for none."""
+def _item(space: dict[str, Any], name: str, before: Any) -> Restore:
+    """Puts back a name of a namespace. ``before``: ABSENT for none."""
 
     def restore() -> None:
-        now = space.get(name, _ABSENT)
-        if now is value or _is_made_once(value, now):
-            return
-        if value is _ABSENT:
-            del space[name]
-        else:
-            space[name] = value
+        now = space.get(name, ABSENT)
+        _put_back(before, now, partial(space.__setitem__, name), partial(space.__delitem__, name))
 
     return restore
-
-
-def _is_made_once(before: Any, now: Any) -> bool:
-    """Whether a forward has made something for the process that is no data: a function, an object of torch's or Python's."""
-    if (before is not None and before is not _ABSENT) or isinstance(now, (*_CONSTANTS, *_DATA)) or now is _ABSENT:
-        return False
-    return type(now) not in _CONTAINERS and type(now).__module__.partition(".")[0] in _NOT_OF_MODEL - {"numpy"}
 
 
 def _class(kind: type, names: Container[str]) -> Restore:
     """Puts back those attributes of a class that have one of ``names``."""
 
-    def now() -> dict[str, Any]:
+    def values() -> dict[str, Any]:
         return {k: v for k, v in vars(kind).items() if k in names and not isinstance(v, _FUNCTIONS)}
 
-    before = now()
+    before = values()
 
     def restore() -> None:
-        for name, new in now().items():
-            if name not in before and not _is_made_once(_ABSENT, new):
-                type.__delattr__(kind, name)
-        for name, value in before.items():
-            new = vars(kind).get(name, _ABSENT)
-            if new is not value and not _is_made_once(value, new):
-                type.__setattr__(kind, name, value)
+        for name in {**before, **values()}:
+            now = vars(kind).get(name, ABSENT)
+            setting, deleting = partial(type.__setattr__, kind, name), partial(type.__delattr__, kind, name)
+            _put_back(before.get(name, ABSENT), now, setting, deleting)
 
     return restore
 
 
-def _cell(cell: types.CellType, content: Any) -> Restore:
+def _cell(cell: types.CellType, before: Any) -> Restore:
     """Puts back a variable over which a function is closed."""
 
     def restore() -> None:
-        now = _content(cell)
-        if now is content or _is_made_once(content, now):
-            return
-        if content is _ABSENT:
-            del cell.cell_contents
-        else:
-            cell.cell_contents = content
+        _put_back(
+            before, content(cell), partial(setattr, cell, "cell_contents"), partial(delattr, cell, "cell_contents")
+        )
 
     return restore
+
+
+def _put_back(before: Any, now: Any, setting: Callable[[Any], None], deleting: Callable[[], None]) -> None:
+    """Gives a variable the value that it had, unless a forward has made what it holds once for the process."""
+    if now is before or _is_made_once(before, now):
+        return
+    if before is ABSENT:
+        deleting()
+    else:
+        setting(before)
+
+
+def _is_made_once(before: Any, now: Any) -> bool:
+    """Whether a forward has made something for the process that is no data: a function, an object of torch's or Python's."""
+    if (before is not None and before is not ABSENT) or isinstance(now, (*_CONSTANTS, *_DATA)) or now is ABSENT:
+        return False
+    kind = type(now)
+    return kind not in _CONTAINERS and is_of_no_model(kind.__module__) and kind.__module__.partition(".")[0] != "numpy"
 
 
 def _container(holder: Any) -> Restore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,6 @@ def find_branches(
     _check_reads(regions, placed, tree, graph, findings)
     _check_alone(regions, tree, graph, findings)
     _check_slots(placed, tree, graph, findings)
-    _check_checkpoints(placed, tree, graph, findings)
     _check_drawn(regions, tree, graph, findings)
     _check_sizes(regions, tree, graph, findings)
     _check_differentiated(regions, tree, graph, findings)
@@ -184,16 +183,26 @@ def _leave_out(place: Submesh) -> str:
 
 
 def _check_slots(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
+    """Adds a finding for each slot that a branch changes and other ranks would need, or that a checkpoint changes twice."""
     followed = graph.followed or graph
-    for (module, name), branch, position in slots_of_two_places(placed, places, graph):
-        event = followed.events[position]
-        findings.add(
-            where=f"{module}.{name}" if module else name,
-            given=f"a buffer or attribute that a forward changes on {places[branch].on}, and that is used elsewhere too "
-            f"({_where(event)})",
-            required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
-            fix=_leave_out(places[branch]),
-        )
+
+    def add(slots: Iterable[tuple[tuple[str, str], int, int]], given: str, required: str) -> None:
+        for (module, name), branch, position in slots:
+            where, line = f"{module}.{name}" if module else name, _where(followed.events[position])
+            given_here = given.format(on=places[branch].on, line=line)
+            findings.add(where=where, given=given_here, required=required, fix=_leave_out(places[branch]))
+
+    add(
+        slots_of_two_places(placed, places, graph),
+        given="a buffer or attribute that a forward changes on {on}, and that is used elsewhere too ({line})",
+        required="what a branch changes and keeps is used by that branch alone: other ranks have not changed theirs",
+    )
+    add(
+        changed_in_checkpoints(placed, places, graph),
+        given="a buffer or attribute that changes in a checkpoint around what runs on {on} ({line}): on one device it changes "
+        "again in the recomputation",
+        required="checkpoints around branches change nothing; or checkpoints within the branches",
+    )
 
 
 def _check_drawn(regions: Regions, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
@@ -265,17 +274,6 @@ def _differentiated_events(graph: ModelGraph, position: int) -> list[int]:
             needed.update(graph.events[p].inputs)
             passed.append(p)
     return passed
-
-
-def _check_checkpoints(placed: PlacesOfCalls, places: Submeshes, graph: ModelGraph, findings: Findings) -> None:
-    for (module, name), branch, position in changed_in_checkpoints(placed, places, graph):
-        findings.add(
-            where=f"{module}.{name}" if module else name,
-            given=f"a buffer or attribute that changes in a checkpoint around what runs on {places[branch].on} "
-            f"({_where((graph.followed or graph).events[position])}): on one device it changes again in the recomputation",
-            required="checkpoints around branches change nothing; or checkpoints within the branches",
-            fix=_leave_out(places[branch]),
-        )
 
 
 def changed_in_checkpoints(

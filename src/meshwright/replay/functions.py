@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.callables import contents, defaults, parts
+
 Codes = Mapping[types.CodeType, dict[str, Any]]
 """Code → its globals."""
 Free = Mapping[types.CodeType, tuple[Any, ...]]
@@ -71,40 +73,11 @@ def _around(value: Any) -> list[Any]:
     """The objects to which a value leads in the search, if it is a kind of function or a container of functions."""
     if isinstance(value, types.FunctionType):
         return [*contents(value), *defaults(value)]
-    if isinstance(value, types.MethodType):
-        return [value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [value.fget]
+    if (within := parts(value)) is not None:
+        return within
     if isinstance(value, (dict, list, tuple)):
         items = value.values() if isinstance(value, dict) else value
         return [x for x in items if isinstance(x, _HOLD)]
     if isinstance(value, (type, nn.Module, Tensor)) or not callable(value):
         return []
     return [type(value).__call__]
-
-
-def contents(function: types.FunctionType) -> list[Any]:
-    """The values of the variables over which a function is closed."""
-    return [cell.cell_contents for cell in cells(function)]
-
-
-def cells(function: types.FunctionType) -> list[types.CellType]:
-    """The cells of the variables over which a function is closed, without those that are not assigned yet."""
-    return [cell for cell in function.__closure__ or () if _is_assigned(cell)]
-
-
-def defaults(function: types.FunctionType) -> list[Any]:
-    """The default values of a function's arguments."""
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _is_assigned(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from meshwright.blame import is_of_model
+from meshwright.callables import ABSENT, cells, contents, defaults, is_of_no_model
 from meshwright.private import has_hooks
-from meshwright.replay.functions import Codes, Free, cells, contents, defaults, functions_in, missing_function
+from meshwright.replay.functions import Codes, Free, functions_in, missing_function
 
 
 class Incomparable(Exception):
@@ -68,7 +68,7 @@ class ModuleState:
                 if now != before:
                     return False
             for space, name, value in self._names:
-                now = space.get(name, _ABSENT)
+                now = space.get(name, ABSENT)
                 if now is not value and (type(now) is not type(value) or now != value):
                     return False
         except (RuntimeError, ValueError, TypeError):  # a comparison with a new tensor or array fails
@@ -78,7 +78,6 @@ class ModuleState:
         return not any(has_hooks(m) for m in self._modules if m is not self._block)
 
 
-_ABSENT = object()
 _DEPTH = 4  # levels of containers within containers
 _MOST_ITEMS, _MOST_TABLES, _MOST_MODULES, _MOST_BYTES = 1024, 200, 8, 1 << 14
 _WORDS = (bool, int, float, complex, str, bytes, type(None), type(...), range, frozenset, enum.Enum)
@@ -201,7 +200,7 @@ def _slots(value: Any) -> tuple[Any, ...]:
     """The values in the ``__slots__`` of an object."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for of_class in slots for name in ([of_class] if isinstance(of_class, str) else of_class)]
-    return tuple(getattr(value, name, _ABSENT) for name in names)
+    return tuple(getattr(value, name, ABSENT) for name in names)
 
 
 def _is_buffer(value: Any) -> bool:
@@ -259,10 +258,7 @@ def _named(
 def _is_of_model(value: Any) -> bool:
     """Whether a Python module or class is the model's: no part of torch, NumPy, this library or the standard library."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return name.partition(".")[0] not in (_NOT_OF_MODEL | sys.stdlib_module_names)
-
-
-_NOT_OF_MODEL = frozenset(["torch", "meshwright", "numpy"])
+    return not is_of_no_model(name)
 
 
 def _class_attributes(block: list[nn.Module], codes: Codes) -> Iterator[tuple[Mapping[str, Any], str, Any]]:

@@ -8,6 +8,7 @@ result.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from inspect import getattr_static
 
@@ -116,7 +117,7 @@ def _outside_in_evaluation(draft: Draft, uses: ParameterUses) -> dict[str, str]:
     ):
         return {}
     with in_evaluation(draft.model, {name for name, _ in draft.model.named_modules()}):
-        other, _ = _other_forward(draft, uses, Shadow(), ShapeEntries())
+        other, _ = _other_forward(draft, uses, Shadow(), ShapeEntries(), noted=True)
     return dict(sorted(other.outside))
 
 
@@ -151,12 +152,18 @@ def _sometimes_skipped(draft: Draft, uses: ParameterUses) -> set[str]:
 
 
 def _other_forward(
-    draft: Draft, uses: ParameterUses, shadow: Shadow, asked: ShapeEntries
+    draft: Draft, uses: ParameterUses, shadow: Shadow, asked: ShapeEntries, *, noted: bool = False
 ) -> tuple[ParameterUses, bool]:
-    """(the uses of a forward under ``shadow``, whether it ran to its end). ``asked``: a cache of results on meta."""
+    """(the uses of a forward under ``shadow``, whether it ran to its end).
+
+    Args:
+        asked: a cache of results on meta.
+        noted: whether the functions that get a parameter are noted too, not only the modules that are called.
+    """
     other = ParameterUses(draft.model, uses.candidates)
+    noting = UsesNoted(draft.model, other) if noted else nullcontext()
     try:
-        with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching(), UsesNoted(draft.model, other):
+        with torch.no_grad(), shadow, KnownShapes(shadow, asked), other.watching(), noting:
             undisturbed(draft.model, draft.run)(draft.model)
     except Exception as error:
         if is_ours(error):
