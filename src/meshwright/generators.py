@@ -5,7 +5,8 @@
     Python's and NumPy's          seed, data rank           tp group and stages    data ranks
     those that modules hold       by the model              tp group
 
-Ranks of a tp group run the same forward, so they must draw the same numbers. Stages run the same Python between module calls,
+Ranks of a tp group run the same forward, so they must draw the same numbers. So must data ranks in a step in which each runs
+all rows (runtime/division.py): they take the state of the first. Stages run the same Python between module calls,
 so Python's and NumPy's numbers, which may decide what is called, are equal on all stages of a pipeline.
 
 Before each step the ranks compare their states. If only some ranks drew (``if rank == 0: torch.rand(1)``), all ranks of the

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.calls.structure import snapshot
+from meshwright.calls.changes import holders_in
+from meshwright.calls.structure import snapshot, tensors_of
 
 
 class Layer:
@@ -99,3 +100,16 @@ def test_a_class_that_leaves_copying_to_python_is_not_asked(kind: type, monkeypa
     layer = kind()
     monkeypatch.setattr("copy.copy", lambda value: pytest.fail("copy.copy was called"))
     assert snapshot(layer, torch.clone) is not layer
+
+
+class Names:
+    """Holds a Python module, as ``self.np = numpy`` does, whose namespace leads everywhere, and to itself."""
+
+    def __init__(self) -> None:
+        self.library, self.x = torch, torch.ones(2)
+
+
+def test_the_namespace_of_a_python_module_is_not_looked_into() -> None:
+    names = Names()
+    assert tensors_of(names)[0] is names.x and len(tensors_of(names)) == 1
+    assert list(holders_in(names).values()) == [names]

@@ -355,6 +355,54 @@ def drawn_in_place(plans: list[Any]) -> list[tuple[list[float], list[float]]]:
     return found
 
 
+class DropsBeforeRowsMeet(nn.Module):
+    """Rows meet in a mean, after torch's numbers have changed them; Python's, NumPy's and a buffer's are of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.own = np.random.default_rng(3)
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = nn.functional.dropout(self.inner(x), 0.3, training=True).tanh() * torch.rand(8).to(x.dtype)
+        self.last.copy_(torch.randn(8))
+        met = hidden - hidden.mean(0)
+        return {"loss": (self.outer(met) * (self.own.random() + random.random())).square().mean()}
+
+
+class DrawsAParameter(nn.Module):
+    """Its first forward draws the values that training begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(6, 8), nn.Parameter(torch.zeros(8))
+        self.register_buffer("drawn", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.drawn:
+            self.mean.data.copy_(torch.randn(8))
+            self.drawn.fill_(1)
+        return {"loss": (self.linear(x) - self.mean).square().mean()}
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_replicate=2,dp_shard=2"])
+@pytest.mark.parametrize("model", [DropsBeforeRowsMeet, DrawsAParameter])
+def test_data_ranks_that_each_run_all_rows_draw_what_one_device_draws(
+    model: type[nn.Module], mesh: str, workers: LocalWorkers
+) -> None:
+    report = mw.check(model, {"x": rows(8)}, mesh, workers=workers, dtype=torch.float64)
+    assert report.passed, str(report)
+    assert any(
+        "Every data rank runs all rows" in note or "every data rank runs all rows" in note for note in report.notes
+    )
+
+
+def test_a_parameter_that_a_forward_draws_is_named(workers: LocalWorkers) -> None:
+    report = mw.check(DrawsAParameter, {"x": rows(8)}, "dp_shard=2", workers=workers, dtype=torch.float64)
+    assert any("it writes random numbers to what is trained: mean" in note for note in report.notes)
+
+
 def test_draws_in_place_are_one_device_s_whether_or_not_anything_is_cut(workers: LocalWorkers) -> None:
     whole = {"mesh": "tp=2", "modules": {"up": {"tp": "replicate"}, "down": {"tp": "replicate"}}}
     for found in workers.run(drawn_in_place, [whole, "tp=2"], ranks=2):

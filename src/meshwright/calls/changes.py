@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -159,10 +160,10 @@ def _holders(value: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
 
 
 def _is_holder(item: Any) -> bool:
-    """Whether an item is a container, or an object that is no tensor, module, class or function."""
+    """Whether an item is a container, or an object that is no tensor, module (of torch or of Python), class or function."""
     if isinstance(item, (dict, list, tuple, set, deque)):
         return True
-    if is_constant(item) or isinstance(item, (Tensor, nn.Module, type)) or callable(item):
+    if is_constant(item) or isinstance(item, (Tensor, nn.Module, ModuleType, type)) or callable(item):
         return False
     return hasattr(item, "__dict__") or is_plain_object(item)
 

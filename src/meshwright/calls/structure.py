@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator, MutableMapping
 from operator import is_not
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -403,7 +403,7 @@ def _mapped(fn: Callable[[Tensor], Any], leaf: Any, depth: int, around: tuple[in
 
 
 def _is_object(leaf: Any) -> bool:
-    return type(leaf).__dictoffset__ != 0 and not isinstance(leaf, (nn.Module, type, FunctionType))
+    return type(leaf).__dictoffset__ != 0 and not isinstance(leaf, (nn.Module, type, FunctionType, ModuleType))
 
 
 def _may_hold(item: Any) -> bool:

@@ -105,7 +105,7 @@ class Division:
 
     def __init__(self, runner: Runner, counter: LabelCounter | None, random: Generators) -> None:
         self._runner, self._counter = runner, counter
-        self._trials = RowTrials(runner, counter, random)
+        self._trials, self._random = RowTrials(runner, counter, random), random
         self._recipe, self._device = runner.recipe, runner.groups.device
         self._copies = self._recipe.mesh.size // self._recipe.mesh.data_size
         self._paths = Paths(max(1, len(self._recipe.stages)))
@@ -207,7 +207,10 @@ class Division:
             self._form = self._form_of(batch)
             self._seen.add(self._kind_of_step(self._paths.NO_PATHS))
         if self._kind in (COUPLED, "whole"):
-            all_rows, first_row = gather_rows(None if notice else batch, self._trials.data_groups())
+            axes = self._trials.data_groups()
+            all_rows, first_row = gather_rows(None if notice else batch, axes)
+            for _, hosts in axes:  # data ranks that run the same rows draw the same numbers
+                self._random.agree(hosts, torch_too=True)
             return Microbatches([all_rows], [1.0], [None], first_row, copies=data)
         # Every rank has the same number of microbatches, whatever its rows: FSDP2 has collectives in each forward and backward.
         batches = [] if notice else list(split_batch(batch, pieces))

@@ -255,6 +255,19 @@ class Attempt:
         same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(after, before, strict=True))
         return not same or bool(self._of_all.final_attributes[0])
 
+    def drawn_parameters(self) -> list[str]:
+        """The names of the trained parameters to which a forward writes random numbers: after a forward with others, their
+        values are others."""
+        slots = self._forwards.changed
+        if not any(_is_trained(getattr(*slot)) for slot in slots):
+            return []
+        other = self.of(self._rows, partial(_other_numbers, self._forwards.random))
+        other.loss_of_all()
+        paths = {module: path for path, module in self._forwards.model.named_modules()}
+        values = zip(slots, self._of_all.final_slots[0], other._of_all.final_slots[0], strict=True)
+        differ = [slot for slot, a, b in values if _is_trained(getattr(*slot)) and not _close(a, b, self._tolerance)]
+        return [f"{paths[module]}.{name}".lstrip(".") for module, name in differ]
+
     def differing_attributes(self, way: str) -> dict[Name, str]:
         """The attributes that differ after a forward of all rows and one of a part, and how."""
         return differing(self._of_all.final_attributes[0], self._of_a_part(way))
@@ -375,6 +388,17 @@ class Attempt:
 def _in_both(outer: Trial, inner: Trial) -> Iterator[None]:
     with outer(), inner():
         yield
+
+
+@contextmanager
+def _other_numbers(random: Generators) -> Iterator[None]:
+    """A context for a forward that draws other random numbers than without it."""
+    random.seed(0x5EED)
+    yield
+
+
+def _is_trained(slot: Tensor) -> bool:
+    return isinstance(slot, nn.Parameter) and slot.requires_grad
 
 
 @contextmanager

@@ -118,6 +118,8 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         if agreed(written)[1]:
             why = f"in a single row it writes in place to what its backward needs, unlike in several{line}"
             return Verdict(COUPLED, why)
+    if (why := _draws_parameters(attempt, forwards)) is not None:
+        return Verdict(COUPLED, why)
     verdict = _with_attributes(kind, attempt, forwards)
     return replace(verdict, changes_state=bool(agreed(attempt.changes_state())[1]), counted=attempt.counted())
 
@@ -187,6 +189,20 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
     reversed_comparisons = replace(computing, on=partial(bending, forwards.model, [], compared))
     changes = _changes_loss(attempt, attempt.like(reversed_comparisons), forwards)
     return _acts(next((of_all.compared[i].line for i in compared), "")) if changes else None
+
+
+def _draws_parameters(attempt: Attempt, forwards: Forwards) -> str | None:
+    """The reason, if a forward writes random numbers to a trained parameter: data ranks that draw for their own rows would go
+    on with other values of it. None if it does not; empty if only another rank saw it."""
+    try:
+        names = attempt.drawn_parameters()
+    except StageError:
+        raise
+    except Exception:  # nothing follows from a forward that fails
+        names = []
+    if not forwards.agreed(bool(names))[1]:
+        return None
+    return f"it writes random numbers to what is trained: {few(names)}" if names else ""
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
