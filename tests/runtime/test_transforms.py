@@ -3,6 +3,7 @@ penalties on a Jacobian, layers with a backward written by hand."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -294,3 +295,40 @@ def test_no_cut_is_made_between_a_function_that_assigns_a_buffer_and_its_uses() 
 
     with pytest.raises(mw.PlanError, match="scale is changed within a function that is not followed"):
         mw.make_recipe(lambda: First(unchanged, update), {"mesh": "pp=2"}, batch=(torch.randn(4, 3, 6),))
+
+
+class MapsRows(nn.Module):
+    """Maps a function over rows, of what is sharded over tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, weights = self.inner(x), self.outer.weight.expand(len(x), 6, 8)
+        return func.vmap(func.grad(lambda weight, key: (key @ weight.mT).square().sum()))(weights, keys).square().mean()
+
+
+def step_with_another_vmap() -> list[float]:
+    """The losses of one device and of the job, in a process in which a package (tensordict) has replaced a part of vmap."""
+    functorch = importlib.import_module("torch._functorch.vmap")
+    add, plain = functorch._add_batch_dim, functorch._create_batched_inputs
+
+    def other(in_dims: list[int | None], args: list[Any], level: int, spec: Any) -> Any:
+        batched = [a if d is None else add(a, d, level) for d, a in zip(in_dims, args, strict=True)]
+        return torch.utils._pytree.tree_unflatten(batched, spec)
+
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    functorch._create_batched_inputs = other
+    try:
+        torch.manual_seed(0)
+        expected = MapsRows().double()(x).item()
+        plan = {"mesh": "tp=2", "modules": {"inner": {"tp": "column"}}}
+        return [expected, mw.parallelize(MapsRows, plan, batch=x, dtype=torch.float64).step(x).item()]
+    finally:
+        functorch._create_batched_inputs = plain
+
+
+def test_a_vmap_gets_full_tensors_though_a_package_has_replaced_a_part_of_it(workers: LocalWorkers) -> None:
+    for expected, found in workers.run(step_with_another_vmap, ranks=2):
+        assert found == pytest.approx(expected, rel=1e-6)

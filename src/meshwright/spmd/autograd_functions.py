@@ -126,7 +126,20 @@ def transforms(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
         return changed
 
-    with patches.VMAP.on(changing), patches.GRAD.on(changing), patches.JVP.on(changing):
+    def of_vmap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        # Here too, as a package may have replaced the function that calls ``_add_batch_dim`` (tensordict does).
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+            return plain(*args, **kwargs)
+
+        return changed
+
+    with (
+        patches.VMAP.on(changing),
+        patches.GRAD.on(changing),
+        patches.JVP.on(changing),
+        patches.TRANSFORMS["vmap"].on(of_vmap),
+    ):
         yield
 
 
