@@ -196,7 +196,8 @@ class Transfers:
                     f"torch.{value.dtype} was recorded ({event.line}): the other stage waits for that"
                 )
             # A copy, if the forward writes to its memory later: the next microbatch must not change a tensor while it is sent.
-            tensors.append(t.clone() if value.storage in graph.written else t)
+            # Of its values alone: autograd refuses a view whose base was written to, which no later code can use.
+            tensors.append(t.data.clone() if value.storage in graph.written else t)
         self._send(action, tensors)
 
     def _send_gradients(self, action: Action, flight: Flight) -> None:
