@@ -255,15 +255,17 @@ class Attempt:
         same = all(a.shape == b.shape and torch.equal(a.to(b.dtype), b) for a, b in zip(after, before, strict=True))
         return not same or bool(self._of_all.final_attributes[0])
 
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether a forward may write to a trained parameter on this rank."""
+        return any(_is_trained(getattr(*slot)) for slot in self._forwards.changed)
+
     def drawn_parameters(self) -> list[str]:
         """The names of the trained parameters to which a forward writes random numbers: after a forward with others, their
         values are others."""
-        slots = self._forwards.changed
-        if not any(_is_trained(getattr(*slot)) for slot in slots):
-            return []
+        slots, paths = self._forwards.changed, {module: path for path, module in self._forwards.model.named_modules()}
         other = self.of(self._rows, partial(_other_numbers, self._forwards.random))
         other.loss_of_all()
-        paths = {module: path for path, module in self._forwards.model.named_modules()}
         values = zip(slots, self._of_all.final_slots[0], other._of_all.final_slots[0], strict=True)
         differ = [slot for slot, a, b in values if _is_trained(getattr(*slot)) and not _close(a, b, self._tolerance)]
         return [f"{paths[module]}.{name}".lstrip(".") for module, name in differ]

@@ -194,6 +194,8 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
 def _draws_parameters(attempt: Attempt, forwards: Forwards) -> str | None:
     """The reason, if a forward writes random numbers to a trained parameter: data ranks that draw for their own rows would go
     on with other values of it. None if it does not; empty if only another rank saw it."""
+    if not forwards.agreed(attempt.writes_parameters)[1]:
+        return None
     try:
         names = attempt.drawn_parameters()
     except StageError:
