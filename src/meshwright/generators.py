@@ -6,8 +6,9 @@
     those that modules hold       by the model              tp group
 
 Ranks of a tp group run the same forward, so they must draw the same numbers. So must data ranks in a step in which each runs
-all rows (runtime/division.py): they take the state of the first. Stages run the same Python between module calls,
-so Python's and NumPy's numbers, which may decide what is called, are equal on all stages of a pipeline.
+all rows (runtime/division.py): within it they draw from the first one's generators, and go on with their own afterwards.
+Stages run the same Python between module calls, so Python's and NumPy's numbers, which may decide what is called, are equal
+on all stages of a pipeline.
 
 Before each step the ranks compare their states. If only some ranks drew (``if rank == 0: torch.rand(1)``), all ranks of the
 group take the state of its first rank, and the job notes it.
@@ -51,6 +52,7 @@ class Generators:
         self.device = device
         self._held = dict(_held(model)) if model is not None else {}
         self._numpy = _NumPy()
+        self._first: State | None = None  # of the first rank, after the last step in which this rank drew its numbers
 
     def start(self, seed: int, data: int, stage: int) -> None:
         """Seeds the generators of data rank ``data`` in the pipeline rank ``stage``."""
@@ -132,6 +134,25 @@ class Generators:
         dist.broadcast_object_list(holder, group_src=0, group=group, device=torch.device("cpu"))
         self.set(holder[0])
         return False, largest
+
+    @contextmanager
+    def of_first(self, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+        """Inside the ``with``, the ranks of all groups draw the numbers that the first of them would draw. Afterwards each goes on
+        with its own; generators that modules hold go on as they are. Collective over the groups, one after the other."""
+        if all(group.rank() == 0 for group in groups):
+            for group in groups:
+                self.agree(group, torch_too=True)
+            yield
+            return
+        own = self.state(held=False)
+        try:
+            self.set(self._first or {})  # mostly it is equal still, and nothing is sent
+            for group in groups:
+                self.agree(group, torch_too=True)
+            yield
+            self._first = self.state(held=False)
+        finally:
+            self.set(own)
 
     # --- as tensors, for checkpoints ----------------------------------------------------------------------------------
 

@@ -398,6 +398,42 @@ def test_data_ranks_that_each_run_all_rows_draw_what_one_device_draws(
     )
 
 
+def steps_with_draws_between(dtype: torch.dtype) -> tuple[list[float], list[float], list[float]]:
+    """Losses of coupled steps, between which a script draws and evaluates; of one device that does the same; what this rank
+    drew."""
+    all_rows = rows(8).to(dtype)
+    own_rows = {"x": all_rows[4 * dist.get_rank() :][:4]}
+    job = mw.parallelize(DropsBeforeRowsMeet, "dp_shard=2", batch={"x": all_rows}, dtype=dtype)
+    begun = Generators(torch.device("cpu")).state()
+    losses, drawn = [], []
+    for _ in range(3):
+        losses.append(job.step(own_rows).item())
+        drawn += [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        job.module.eval()
+        job.evaluate(own_rows)
+        job.module.train()
+    seed_all(0)
+    model = DropsBeforeRowsMeet().to(dtype)
+    Generators(torch.device("cpu")).set(begun)
+    alone = []
+    for _ in range(3):
+        alone.append(model(all_rows)["loss"].item())
+        torch.rand(()), random.random(), np.random.rand()
+        model.eval()(all_rows)
+        model.train()
+    return losses, alone, drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_data_rank_goes_on_with_its_own_numbers_after_a_step_of_all_rows(
+    dtype: torch.dtype, workers: LocalWorkers
+) -> None:
+    (losses, alone, drawn), (others, _, drawn_by_other) = workers.run(steps_with_draws_between, dtype, ranks=2)
+    assert losses == others and losses == alone
+    assert not set(drawn) & set(drawn_by_other), "what a script draws for its own rows differs between data ranks"
+    assert len({*drawn, *drawn_by_other}) == 2 * len(drawn)
+
+
 def test_a_parameter_that_a_forward_draws_is_named(workers: LocalWorkers) -> None:
     report = mw.check(DrawsAParameter, {"x": rows(8)}, "dp_shard=2", workers=workers, dtype=torch.float64)
     assert any("it writes random numbers to what is trained: mean" in note for note in report.notes)

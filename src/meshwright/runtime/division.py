@@ -195,6 +195,13 @@ class Division:
         """A context around the forward of a microbatch, which records its path through the model."""
         return self._paths.watch_forward(model, forward_id)
 
+    def random_numbers(self, microbatches: Microbatches) -> AbstractContextManager[None]:
+        """A context around the forwards and backwards of a step: data ranks that all run the same rows draw the same numbers in
+        it. Collective over them, if they do."""
+        if microbatches.first_row is None:
+            return nullcontext()
+        return self._random.of_first([hosts for _, hosts in self._trials.data_groups()])
+
     def _divide(self, batch: Any, notice: bool) -> Microbatches:
         """The microbatches of this rank and their weights; before that a trial of how rows combine, if it is due.
         Collective."""
@@ -207,10 +214,7 @@ class Division:
             self._form = self._form_of(batch)
             self._seen.add(self._kind_of_step(self._paths.NO_PATHS))
         if self._kind in (COUPLED, "whole"):
-            axes = self._trials.data_groups()
-            all_rows, first_row = gather_rows(None if notice else batch, axes)
-            for _, hosts in axes:  # data ranks that run the same rows draw the same numbers
-                self._random.agree(hosts, torch_too=True)
+            all_rows, first_row = gather_rows(None if notice else batch, self._trials.data_groups())
             return Microbatches([all_rows], [1.0], [None], first_row, copies=data)
         # Every rank has the same number of microbatches, whatever its rows: FSDP2 has collectives in each forward and backward.
         batches = [] if notice else list(split_batch(batch, pieces))

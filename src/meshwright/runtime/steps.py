@@ -149,7 +149,8 @@ class Steps:
         containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
         if containers is not None:
             as_given = microbatches.with_other_containers()
-        with self._guard.watching(self.number) if guarded else nullcontext():
+        guard = self._guard.watching(self.number) if guarded else nullcontext()
+        with division.random_numbers(microbatches), guard:
             try:
                 losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
             except Exception as error:
