@@ -137,8 +137,8 @@ class Generators:
 
     @contextmanager
     def of_first(self, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-        """Inside the ``with``, the ranks of all groups draw the numbers that the first of them would draw. Afterwards each goes on
-        with its own; generators that modules hold go on as they are. Collective over the groups, one after the other."""
+        """Inside the ``with``, the ranks of all groups draw the numbers that the first of them would draw. Afterwards each goes
+        on with its own; generators that modules hold go on as they are. Collective over the groups, one after the other."""
         if all(group.rank() == 0 for group in groups):
             for group in groups:
                 self.agree(group, torch_too=True)
