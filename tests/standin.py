@@ -108,6 +108,7 @@ class _Stream:
     """A stream, and an event, of a device that does all at once."""
 
     waits: Waits | None = None  # of the running test: torch remembers the device's module
+    stream_id = device_index = device_type = 0  # FSDP2 of torch 2.15 asks for them
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 

@@ -138,7 +138,7 @@ USES = {
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param _load_state_dict_pre_hooks \
         _module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle _register_state_dict_hooks \
-        _state_dict_pre_hooks _training_state",
+        _state_ctx _state_dict_pre_hooks _training_state",
     "replay/overlap.py": "_is_view",
     "runtime/groups.py": "_set_pg_timeout",
     "draw/plain.py": "_fields",  # of named tuples
