@@ -131,11 +131,10 @@ def reduce_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
                 group.post_backward()
-    context = state._state_ctx
+    context: Any = state._state_ctx
+    # Torch 2.15 sets it in the first backward of a unit. It is None if none ran in this step.
     if getattr(context, "manual_backward_finalization_active", False) is None:
-        context.manual_backward_finalization_active = (
-            False  # torch 2.15 sets it in a unit's backward: none ran in this step
-        )
+        context.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
 
 
