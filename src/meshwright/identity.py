@@ -32,6 +32,12 @@ def lives(pid: int, since: str) -> bool:
     return bool(state) and state[0] not in "ZX" and state[19] == since
 
 
+def threads_of(pid: int) -> int:
+    """How many threads a process on this machine has; 0 if it has ended, or the kernel does not say."""
+    state = _stat(pid)
+    return int(state[17]) if state else 0
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of ``/proc/<pid>/stat`` from the state on; empty if the process has ended, or on another system."""
     try:

@@ -177,6 +177,21 @@ def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -
     assert workers.run(os.getpid) == before
 
 
+def leaves_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_a_worker_in_which_threads_pile_up_is_replaced(workers: LocalWorkers) -> None:
+    few = workers.run(leaves_threads, 4, ranks=2)
+    assert workers.run(os.getpid, ranks=2) == few
+    many = workers.run(leaves_threads, 60, ranks=1)
+    assert many == few[:1]
+    first, second = workers.run(os.getpid, ranks=2)
+    assert first != few[0] and second == few[1]
+
+
 def test_environment_is_a_ranks_and_is_restored(workers: LocalWorkers) -> None:
     mine = dict(os.environ)
     first = workers.run(leaves_traces)

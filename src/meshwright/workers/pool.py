@@ -229,7 +229,7 @@ class LocalWorkers:
             self._drop(self._children.values())
             self._server.close()
             self._server = None
-        gone = [c for c in self._children.values() if c.channel.closed or c.process.poll() is not None]
+        gone = [c for c in self._children.values() if c.channel.closed or c.process.poll() is not None or c.worn]
         self._drop(child for child in gone if child.rank < count)
         if not self._forks:
             self._add(count)
