@@ -146,7 +146,7 @@ class Generators:
             return
         own = self.state(held=False)
         try:
-            self.set(self._first or {})  # mostly it is equal still, and nothing is sent
+            self.set(self._first or {})  # usually still the state of the first rank: then none is sent
             for group in groups:
                 self.agree(group, torch_too=True)
             yield

@@ -276,8 +276,9 @@ def test_a_product_is_no_view_and_may_be_written_to() -> None:
     axis = PlannedAxis("tp", 2, 0, Ledger())
     products = Products(MoveCall(redistribute.CopyIn, axis, (False,)), [Product(F.linear, True, True)])
     x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((2, 3, WIDTH), (5, WIDTH), (5,)))
-    if not F.linear(x, weight, bias)._is_view():
-        pytest.skip("with this torch a linear returns no view")
+    if torch.__version__ >= (2, 15):
+        pytest.skip("from torch 2.15 on a linear returns no view")
+    assert F.linear(x, weight, bias)._is_view(), "else the test tells nothing"
     _, y = products(x, weight, bias)
     (gradient,) = torch.autograd.grad(y.mul_(2).sum(), [bias])
     assert torch.equal(gradient, torch.full((5,), 12.0))

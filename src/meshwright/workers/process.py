@@ -51,7 +51,7 @@ class WorkerProcess:
 
     @property
     def worn(self) -> bool:
-        """Whether threads have piled up in it. Between runs a worker has a handful, and those of torch."""
+        """Whether the process has many more threads than a worker needs between runs."""
         return threads_of(self.process.pid) > self._most_threads
 
     def kill(self) -> None:

@@ -132,7 +132,8 @@ def reduce_gradients(model: nn.Module) -> None:
             for group in parameter_groups(module):
                 group.post_backward()
     context: Any = state._state_ctx
-    # Torch 2.15 sets it in the first backward of a unit. It is None if none ran in this step.
+    # Torch 2.15 sets this flag in the first backward of a unit, and asserts below that it is set. None may have run in this
+    # step.
     if getattr(context, "manual_backward_finalization_active", False) is None:
         context.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
