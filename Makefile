@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 # Many small processes share the cores; each gets one thread. Tests and demo build their models, and download none.
 export OMP_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
+# Empty: bytecode is written, also where the environment says otherwise. A test run starts some hundred interpreters, and each
+# would compile the library anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit proof gpu fuzz coverage bench gallery site clean

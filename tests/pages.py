@@ -11,6 +11,7 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: parsed -->           bash: takes too long for any test; read
     <!-- block: proof quick=KEY=VALUE -->   bash: the same, but run in every test run with this ``--set``: a smaller model
     <!-- block: parsed quick=KEY=VALUE slow -->   bash: the smaller model, in `make proof` alone
+    <!-- block: steps=4 -->         bash: the same; `meshwright train` takes this many steps, and those of the page in `make proof`
     <!-- block: not run: why -->     any: it needs what is not here. Its Python is compiled, its bash and its YAML are read
 
 A block ``text`` that comes directly after one that is run is what that prints; ``…`` stands for anything.

@@ -84,10 +84,16 @@ class Reader:
         skipped, smaller = bool(self.skipped & set(block.marks)), block.marks.get("quick")
         if skipped and smaller and ("slow" not in block.marks or self.thorough):
             return "".join(self.command([*words, "--set", smaller], parsed=False) for words in commands(block.text))
-        *before, last = commands(block.text)
+        *before, last = (self.shortened(words, block) for words in commands(block.text))
         started, code = "processes" in block.marks, int(block.marks.get("code", 0))
         told = [self.command(words, skipped, started) for words in before]
         return "".join([*told, self.command(last, skipped, started, code)])
+
+    def shortened(self, words: list[str], block: Block) -> list[str]:
+        """A command; of a training, with the fewer steps that the block's mark says."""
+        fewer = block.marks.get("steps")
+        trains = words[:2] == ["meshwright", "train"]
+        return [*words, "--steps", fewer] if trains and fewer is not None and not self.thorough else words
 
     def command(self, words: list[str], parsed: bool, started: bool = False, code: int = 0) -> str:
         """What a command prints. ``started``: a script runs in processes of its own; ``code``: with which it ends."""
