@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import sys
+import time
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import meshwright
 from doubled import Doubled
 from meshwright import deferred
+from meshwright.identity import threads_named
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import StateSnapshot
 from meshwright.planning.shadow import Shadow
@@ -111,6 +114,7 @@ from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.one_process import one_process
 from meshwright.spmd.torch_functions import FACTS, aliases, functions, op_facts, written_by
 from meshwright.workers import worker
+from meshwright.workers.process import GROUP_THREAD
 
 SOURCES = Path(meshwright.__file__).parent
 aten = torch.ops.aten
@@ -1415,3 +1419,12 @@ def test_what_a_tensor_without_memory_says_of_its_device_is_what_its_mode_says()
         torch._foreach_mul([x.detach(), w], 2.0)
     assert heard
     assert all(a == b == torch.device("cpu") for a, b in heard)
+
+
+def test_a_pool_knows_threads_of_groups_by_their_name(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    groups = [dist.new_group([0]) for _ in range(3)]
+    deadline = time.monotonic() + 20  # a thread gives itself its name
+    while threads_named(os.getpid(), GROUP_THREAD) < 2 * (1 + len(groups)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads_named(os.getpid(), GROUP_THREAD) >= 2 * (1 + len(groups))

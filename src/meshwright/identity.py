@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import cache
 
 
@@ -32,10 +33,19 @@ def lives(pid: int, since: str) -> bool:
     return bool(state) and state[0] not in "ZX" and state[19] == since
 
 
-def threads_of(pid: int) -> int:
-    """How many threads a process on this machine has; 0 if it has ended, or the kernel does not say."""
-    state = _stat(pid)
-    return int(state[17]) if state else 0
+def threads_named(pid: int, name: str) -> int:
+    """How many threads of a process on this machine have this name; 0 if it has ended, or the kernel does not say.
+
+    Args:
+        pid: of the process.
+        name: as the kernel keeps it: its first 15 characters.
+    """
+    count = 0
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/comm", encoding="utf-8", errors="replace") as file:
+                count += file.read().rstrip("\n") == name
+    return count
 
 
 def _stat(pid: int) -> list[str]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import meshwright.workers.pool as workers_module
 from meshwright.errors import Finding, PlanError
 from meshwright.workers.pool import LocalWorkers, WorkerError, local_workers, report
+from meshwright.workers.process import GROUP_THREAD
 
 
 @pytest.fixture(scope="module")
@@ -177,17 +178,23 @@ def test_processes_start_when_needed_and_are_used_again(workers: LocalWorkers) -
     assert workers.run(os.getpid) == before
 
 
-def leaves_threads(count: int) -> int:
+def leaves_threads(count: int, name: str) -> int:
+    def wait() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        named.release()
+        threading.Event().wait()
+
+    named = threading.Semaphore(0)
     for _ in range(count):
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        threading.Thread(target=wait, daemon=True).start()
+        named.acquire()
     return os.getpid()
 
 
-def test_a_worker_in_which_threads_pile_up_is_replaced(workers: LocalWorkers) -> None:
-    few = workers.run(leaves_threads, 4, ranks=2)
-    assert workers.run(os.getpid, ranks=2) == few
-    many = workers.run(leaves_threads, 60, ranks=1)
-    assert many == few[:1]
+def test_a_worker_in_which_threads_of_groups_pile_up_is_replaced(workers: LocalWorkers) -> None:
+    few = workers.run(leaves_threads, 4, GROUP_THREAD, ranks=2)
+    assert workers.run(leaves_threads, 60, "of_the_model", ranks=2) == few
+    assert workers.run(leaves_threads, 60, GROUP_THREAD, ranks=1) == few[:1], "threads of the model's own do not count"
     first, second = workers.run(os.getpid, ranks=2)
     assert first != few[0] and second == few[1]
 

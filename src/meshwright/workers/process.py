@@ -19,7 +19,7 @@ import sys
 import time
 from typing import IO, Any
 
-from meshwright.identity import threads_of
+from meshwright.identity import threads_named
 from meshwright.workers import worker as worker_module
 from meshwright.workers.channel import Channel
 from meshwright.workers.forkserver import ForkedWorker, ForkServer, main_file
@@ -27,9 +27,11 @@ from meshwright.workers.scratch import read_from, scratch_file, tail_of
 from meshwright.workers.worker import LISTENER, STACK_SIGNAL
 
 _END_TIMEOUT = 5.0  # most seconds for a process to end: a killed one takes milliseconds
-# A group of gloo has three threads, which look a hundred times a second whether there is work. A destroyed group keeps them as
-# long as anything refers to it: a graph that a module of an earlier run has in an attribute; always, on torch 2.12 and older.
-_SPARE_THREADS = 40
+# The name of the two threads with which a group of gloo runs its collectives. They look a hundred times a second whether there
+# is work. A destroyed group keeps them as long as anything refers to it: a graph that a module of an earlier run has in an
+# attribute; always, on torch 2.12 and older.
+GROUP_THREAD = "pt_gloo_runloop"
+_MOST_GROUP_THREADS = 30
 
 
 class WorkerProcess:
@@ -38,7 +40,6 @@ class WorkerProcess:
     def __init__(self, rank: int, threads: int, server: ForkServer | None = None) -> None:
         """Starts the process. ``server``: forks it. None: it is a new interpreter, which imports torch itself."""
         self.rank = rank
-        self._most_threads = _SPARE_THREADS + threads
         self.greeted = False  # whether it has installed its signal handler
         self.ready = False  # whether it has imported torch
         ours, theirs = socket.socketpair()
@@ -51,8 +52,8 @@ class WorkerProcess:
 
     @property
     def worn(self) -> bool:
-        """Whether the process has many more threads than a worker needs between runs."""
-        return threads_of(self.process.pid) > self._most_threads
+        """Whether groups of earlier runs have left many threads in the process."""
+        return threads_named(self.process.pid, GROUP_THREAD) > _MOST_GROUP_THREADS
 
     def kill(self) -> None:
         """Kills the process and the processes that it has started."""
