@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -160,8 +161,20 @@ def row(sample: dict[str, Any]) -> list[str]:
 
 
 def tables(samples: list[dict[str, Any]]) -> dict[str, raw.Table]:
-    """``all``: one row for each case."""
-    return {"all": [TITLES, *map(row, samples)]}
+    """``all``: a row for each case that ran; ``errors``: a row for each way that did not, with its layouts and its error."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for sample in samples:
+        if "error" in sample:
+            case = Case(**sample["case"])
+            error = re.sub(r"rank \d+ of \d+ failed: ", "", sample["error"])
+            failed.setdefault((case.against, error), []).append(f"{case.shape} `{case.layout}`")
+    return {
+        "all": [TITLES, *(row(sample) for sample in samples if "error" not in sample)],
+        "errors": [
+            ["against", "model and layout", "error"],
+            *([against, ", ".join(of), error] for (against, error), of in failed.items()),
+        ],
+    }
 
 
 def _fast(seconds: list[float]) -> float:

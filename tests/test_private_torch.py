@@ -395,7 +395,8 @@ def test_custom_functions_get_whole_tensors_wherever_apply_was_looked_up(functio
         for call in (function.apply, kept):
             call(x).sum().backward()
         if function is DoubledWithContext:
-            assert kept(x, times=5).tolist() == [5, 5]
+            if torch.__version__ >= (2, 13):  # before, torch itself takes no argument by name
+                assert kept(x, times=5).tolist() == [5, 5]
             gradient = torch.func.grad(lambda y: kept(y, 3).sum())(torch.ones(2))
             assert gradient.tolist() == [3, 3] and seen[-1][0] is function, "also within a transform"
         given = len(seen)
