@@ -144,6 +144,7 @@ def test_coupled_updates_are_refused_over_stages(workers: Any, mesh: str) -> Non
         assert hooks == (1, 0), "torch is itself again once the job has gone"
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="DTensor flattens no tensor whose second dim is sharded")
 def test_a_model_in_one_part_has_all_parameters(workers: Any) -> None:
     for told, notes, hooks in workers.run(refusals, "tp=2", ranks=2):
         assert told == [] and notes == [] and hooks == (0, 0)

@@ -1114,7 +1114,9 @@ OF_EACH_ROW = {
     "quantile": lambda h: h.quantile(torch.tensor([0.25, 0.5], dtype=h.dtype), dim=-1).sum(0),
     "max": lambda h: h.max(dim=1, keepdim=True).values.sum(-1),
     "amax": lambda h: h.amax((1, 2)),
-    "aminmax": lambda h: sum(h.aminmax(dim=-1)),
+    **(
+        {"aminmax": lambda h: sum(h.aminmax(dim=-1))} if torch.__version__ >= (2, 12) else {}
+    ),  # before, without a gradient
     "median": lambda h: h.median(-1)[0],
 }
 OF_ALL_ROWS = {

@@ -369,8 +369,10 @@ class Attempt:
             with self._computing.gradients():
                 return run()
         except GradientsAskedError:
-            with torch.enable_grad():
-                return run()
+            pass  # the second run comes after this clause: before torch 2.13, a checkpoint that an error ended has its hooks
+            # for saved tensors on as long as the error's traceback lives
+        with torch.enable_grad():
+            return run()
 
     def _agrees(self, way: str, tolerance: float) -> bool:
         """Whether the results of the parts combine into those of all rows."""
