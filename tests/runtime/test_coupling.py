@@ -1114,9 +1114,7 @@ OF_EACH_ROW = {
     "quantile": lambda h: h.quantile(torch.tensor([0.25, 0.5], dtype=h.dtype), dim=-1).sum(0),
     "max": lambda h: h.max(dim=1, keepdim=True).values.sum(-1),
     "amax": lambda h: h.amax((1, 2)),
-    **(
-        {"aminmax": lambda h: sum(h.aminmax(dim=-1))} if torch.__version__ >= (2, 12) else {}
-    ),  # before, without a gradient
+    "aminmax": lambda h: sum(h.aminmax(dim=-1)),
     "median": lambda h: h.median(-1)[0],
 }
 OF_ALL_ROWS = {
@@ -1128,6 +1126,10 @@ OF_ALL_ROWS = {
     "quantile": lambda h: h.mean((0, 1)).quantile(0.9),
     "max along a dim": lambda h: h.mean(0).max(-1).values.sum(),
 }
+
+
+if torch.__version__ < (2, 12):
+    del OF_EACH_ROW["aminmax"]  # it has no gradient there
 
 
 class Picking(nn.Module):

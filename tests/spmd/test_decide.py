@@ -195,7 +195,7 @@ def outcome(workers: LocalWorkers, request: pytest.FixtureRequest, tmp_path_fact
     ]
     names = [name for name in chosen if name not in CRASHES]
     often = "not proof" in request.config.getoption("markexpr")
-    # The pointwise functions have one rule among them.
+    # All pointwise functions have the same rule: one trial of each is enough here.
     most = 6 if not often else 1 if family == "pointwise" else 2
     fewer = {"rounds": 1, "most": most} if ranks == 3 or often else {}
     result: Outcome = workers.run(try_cases, family, names, ranks=ranks, **fewer)[0]

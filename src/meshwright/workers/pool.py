@@ -229,8 +229,8 @@ class LocalWorkers:
             self._drop(self._children.values())
             self._server.close()
             self._server = None
-        gone = [c for c in self._children.values() if c.channel.closed or c.process.poll() is not None or c.worn]
-        self._drop(child for child in gone if child.rank < count)
+        needed = [c for c in self._children.values() if c.rank < count]
+        self._drop([c for c in needed if c.channel.closed or c.process.poll() is not None or c.worn])
         if not self._forks:
             self._add(count)
         elif self._server is None:

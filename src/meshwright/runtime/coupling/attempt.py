@@ -7,7 +7,7 @@ their rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -365,12 +365,10 @@ class Attempt:
             yield
 
     def _without_gradients(self, run: Callable[[], Any]) -> Any:
-        try:
-            with self._computing.gradients():
-                return run()
-        except GradientsAskedError:
-            pass  # the second run comes after this clause: before torch 2.13, a checkpoint that an error ended has its hooks
-            # for saved tensors on as long as the error's traceback lives
+        with suppress(GradientsAskedError), self._computing.gradients():
+            return run()
+        # Not while the error is handled: before torch 2.13, a checkpoint that an error has ended keeps its hooks for saved
+        # tensors on until the error's traceback is freed.
         with torch.enable_grad():
             return run()
 
