@@ -6,12 +6,10 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: raises=PlanError --> python: it raises that, and the next block is the text of the error
     <!-- block: file=plan.yaml -->   any: written into the folder in which the page's commands run, too
     <!-- block: resolve=build,sample -->   yaml: a plan, which is resolved for these names of the page
-    <!-- block: proof -->            any: takes long; run in `make proof` alone. Else Python is compiled, and commands are read
     <!-- block: processes -->        bash: its scripts are started, too (else another test runs them); with ``code=1``: the last command ends with 1
-    <!-- block: parsed -->           bash: takes too long for any test; read
-    <!-- block: proof quick=KEY=VALUE -->   bash: the same, but run in every test run with this ``--set``: a smaller model
-    <!-- block: parsed quick=KEY=VALUE slow -->   bash: the smaller model, in `make proof` alone
-    <!-- block: steps=4 -->         bash: the same; `meshwright train` takes this many steps, and those of the page in `make proof`
+    <!-- block: smaller=KEY=VALUE -->   bash: run with this ``--set``, a smaller model: that of the page is too large for these machines
+    <!-- block: quick=KEY=VALUE -->  bash: the same, but `make proof` runs it as it stands
+    <!-- block: steps=4 -->          bash: `meshwright train` takes this many steps, and those of the page in `make proof`
     <!-- block: not run: why -->     any: it needs what is not here. Its Python is compiled, its bash and its YAML are read
 
 A block ``text`` that comes directly after one that is run is what that prints; ``…`` stands for anything.
@@ -28,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUN = ("python", "bash", "yaml")
+MARKS = {"ranks", "raises", "file", "resolve", "processes", "code", "smaller", "quick", "steps", "not run"}
 
 _FENCE = re.compile(
     r"^(?:<!-- block: (?P<marks>.*?) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",

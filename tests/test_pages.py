@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 import meshwright as mw
-from commands import meshwright, read, write_profile
+from commands import meshwright, write_profile
 from meshwright.workers.pool import LocalWorkers
-from pages import PAGES, ROOT, RUN, Block, blocks, commands
+from pages import MARKS, PAGES, ROOT, RUN, Block, blocks, commands
 
 WITH_CODE = [page for page in PAGES if any(block.is_run for block in blocks(page.read_text("utf-8")))]
 WIDE = re.compile(r"(?<=\S) {2,}")  # between two columns
@@ -37,7 +37,6 @@ class Reader:
     """Does what a page says, in order; the names that its Python makes live as long as the page."""
 
     def __init__(self, folder: Path, workers: LocalWorkers, thorough: bool) -> None:
-        self.skipped = {"parsed"} if thorough else {"parsed", "proof"}
         self.thorough = thorough
         self.folder, self.workers, self.page = folder, workers, "a page"
         self.names: dict[str, Any] = {"__name__": "page"}
@@ -46,14 +45,12 @@ class Reader:
         if "file" in block.marks:
             (self.folder / block.marks["file"]).write_text(block.text, "utf-8")
         told = {"python": self.python, "bash": self.bash, "yaml": self.yaml}[block.language](block)
-        if block.output is not None and not self.skipped & set(block.marks):
+        if block.output is not None and self.smaller(block) is None:
             same(block.output, told)
 
     def python(self, block: Block) -> str:
         text = "\n" * block.line + block.text  # so that errors have the lines of the page
         code = compile(text, self.page, "exec")
-        if self.skipped & set(block.marks):
-            return ""
         if ranks := block.marks.get("ranks"):
             used = {n: v for n, v in self.names.items() if n in code.co_names}
             (told, *_) = self.workers.run(_told, text, used, ranks=int(ranks))
@@ -81,26 +78,28 @@ class Reader:
         return ""
 
     def bash(self, block: Block) -> str:
-        skipped, smaller = bool(self.skipped & set(block.marks)), block.marks.get("quick")
-        if skipped and smaller and ("slow" not in block.marks or self.thorough):
-            return "".join(self.command([*words, "--set", smaller], parsed=False) for words in commands(block.text))
         *before, last = (self.shortened(words, block) for words in commands(block.text))
         started, code = "processes" in block.marks, int(block.marks.get("code", 0))
-        told = [self.command(words, skipped, started) for words in before]
-        return "".join([*told, self.command(last, skipped, started, code)])
+        told = [self.command(words, started) for words in before]
+        return "".join([*told, self.command(last, started, code)])
+
+    def smaller(self, block: Block) -> str | None:
+        """The settings with which a model is small enough for this run; None: the block runs as it stands."""
+        return block.marks.get("smaller") or (None if self.thorough else block.marks.get("quick"))
 
     def shortened(self, words: list[str], block: Block) -> list[str]:
-        """A command; of a training, with the fewer steps that the block's mark says."""
-        fewer = block.marks.get("steps")
-        trains = words[:2] == ["meshwright", "train"]
-        return [*words, "--steps", fewer] if trains and fewer is not None and not self.thorough else words
+        """A command, with the smaller model and, of a training, the fewer steps that the block's marks say."""
+        smaller, fewer = self.smaller(block), None if self.thorough else block.marks.get("steps")
+        if smaller is not None:
+            words = [*words, "--set", smaller]
+        return [*words, "--steps", fewer] if words[:2] == ["meshwright", "train"] and fewer is not None else words
 
-    def command(self, words: list[str], parsed: bool, started: bool = False, code: int = 0) -> str:
+    def command(self, words: list[str], started: bool, code: int = 0) -> str:
         """What a command prints. ``started``: a script runs in processes of its own; ``code``: with which it ends."""
         program, *rest = words
         if program == "meshwright":
-            return self.ours(rest, parsed, code)
-        if started and not parsed:
+            return meshwright(*rest, code=code).output
+        if started:
             return self.script(program, rest)
         if program == "make":
             assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text("utf-8"), f"no target {rest[0]}"
@@ -122,12 +121,6 @@ class Reader:
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
         return run.stdout
-
-    def ours(self, words: list[str], parsed: bool, code: int = 0) -> str:
-        if not parsed:
-            return meshwright(*words, code=code).output
-        read(*words)
-        return ""
 
 
 def _order(of: str) -> list[str]:
@@ -192,6 +185,7 @@ def test_what_a_page_shows_is_so(page: Path, reader: Reader) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_block_that_is_not_run_says_why_and_can_be_read(page: Path) -> None:
     for block in blocks(page.read_text("utf-8")):
+        assert set(block.marks) <= MARKS, f"{name(page)}:{block.line}: a mark that says nothing"
         reason = block.marks.get("not run")
         assert reason is None or REASON.fullmatch(reason), f"{name(page)}:{block.line}"
         assert block.language in (*RUN, "text", "console"), f"{name(page)}:{block.line}: a block has a language"
@@ -213,7 +207,7 @@ def test_yaml_that_is_no_plan_can_still_be_read() -> None:
     [
         "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n",
         "```bash\nmeshwright shwo hf:gpt2\n```\n",
-        "<!-- block: parsed -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
+        "<!-- block: quick=n_layer=2 -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
         "```bash\nmake nothing\n```\n",
         "```yaml\nmesh: {tpp: 2}\n```\n",
         "<!-- block: raises=PlanError -->\n```python\n1 + 1\n```\n",
