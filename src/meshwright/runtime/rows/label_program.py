@@ -146,6 +146,59 @@ class LabelProgram:
         return bool(self.sums or self.has_other_uses or self.uncounted_lines)
 
 
+class _SumFinder:
+    """Finds the sums over rows among the operations of a tape.
+
+    Args:
+        shapes: of each tensor, for the batch and for one with twice as many rows.
+
+    Attributes:
+        sums: name of a sum over rows → its identity.
+        from_sums: the names of these sums, and of what depends on them.
+        unknown: the names whose values for all rows do not follow from the sums of pieces.
+        means: the names of sums divided by sums, and of what depends on these alone: they do not grow with rows.
+    """
+
+    def __init__(self, tape: Tape, shapes: Shapes) -> None:
+        self._tape, self._shapes = tape, shapes
+        self.sums: dict[Name, SumId] = {}
+        self.from_sums = set[Name]()
+        self.unknown = set[Name]()
+        self.means = set[Name]()
+        self._names_with_rows: dict[Name, bool] = {}
+        self._sums_on_line = Counter[str]()
+        for operation in tape.operations:
+            self._add(operation)
+
+    def _has_rows(self, name: Name) -> bool:
+        """Whether a dim of a tensor grows with the number of rows."""
+        if name not in self._names_with_rows:
+            once, twice = self._shapes(name)
+            maker = self._tape.maker(name)
+            is_empty = not once.numel() and maker is not None and any(map(self._has_rows, maker.inputs))
+            self._names_with_rows[name] = once != twice or is_empty
+        return self._names_with_rows[name]
+
+    def _add(self, operation: Operation) -> None:
+        inputs, outputs, line = operation.inputs, set(operation.outputs), operation.line
+        from_unknown = bool(self.unknown.intersection(inputs))
+        from_sums = bool(self.from_sums.intersection(inputs))
+        over_rows = any(map(self._has_rows, inputs)) and not any(map(self._has_rows, operation.outputs))
+        if over_rows and line and not from_unknown and not from_sums:
+            (name,) = outputs
+            self.sums[name] = line, self._sums_on_line[line], self._shapes(name)[0].numel()
+            self._sums_on_line[line] += 1
+            self.from_sums |= outputs
+        elif over_rows or from_unknown:
+            # A maximum over rows, or a sum of terms that were divided by a sum: not known from the values of pieces.
+            self.unknown |= outputs
+        elif from_sums:
+            self.from_sums |= outputs
+            divides_sums = is_quotient(operation.function) and len(inputs) == 2 and self.from_sums.issuperset(inputs)
+            if divides_sums or self.means.issuperset(inputs):
+                self.means |= outputs
+
+
 def program_of(recorder: CountRecorder, shapes: Shapes, leaves: int) -> LabelProgram:
     """The program of a recording: finds the sums over rows. Drops the operations that it does not need from the tape.
 
@@ -154,47 +207,16 @@ def program_of(recorder: CountRecorder, shapes: Shapes, leaves: int) -> LabelPro
     """
     tape = recorder.tape
     tape.drop_all_but(set(recorder.used))
-    names_with_rows: dict[Name, bool] = {}  # whether a dim grows with the number of rows
-    sums: dict[Name, SumId] = {}
-    from_sums = set[Name]()  # sums over rows, and names that depend on them
-    unknown = set[Name]()  # names whose values for all rows do not follow from the sums of pieces
-    means = set[Name]()  # sums divided by sums, and names that depend on these alone: they do not grow with rows
-    sums_on_line = Counter[str]()
-
-    def has_rows(name: Name) -> bool:
-        if name not in names_with_rows:
-            once, twice = shapes(name)
-            maker = tape.maker(name)
-            is_empty = not once.numel() and maker is not None and any(map(has_rows, maker.inputs))
-            names_with_rows[name] = once != twice or is_empty
-        return names_with_rows[name]
-
-    for operation in tape.operations:
-        inputs, outputs = operation.inputs, set(operation.outputs)
-        from_unknown = bool(unknown.intersection(inputs))
-        over_rows = any(map(has_rows, inputs)) and not any(map(has_rows, operation.outputs))
-        if over_rows and operation.line and not from_unknown and not from_sums.intersection(inputs):
-            (name,) = outputs
-            sums[name] = operation.line, sums_on_line[operation.line], shapes(name)[0].numel()
-            sums_on_line[operation.line] += 1
-            from_sums |= outputs
-        elif over_rows or from_unknown:
-            # A maximum over rows, or a sum of terms that were divided by a sum: not known from the values of pieces.
-            unknown |= outputs
-        elif from_sums.intersection(inputs):
-            from_sums |= outputs
-            divides_sums = is_quotient(operation.function) and len(inputs) == 2 and from_sums.issuperset(inputs)
-            if divides_sums or means.issuperset(inputs):
-                means |= outputs
+    finder = _SumFinder(tape, shapes)
     scalars = frozenset(n for n in recorder.used if n.number < leaves and not shapes(n)[0])
-    complete = from_sums - unknown
-    batch_means = frozenset(complete & means & recorder.as_numbers)
+    complete = finder.from_sums - finder.unknown
+    batch_means = frozenset(complete & finder.means & recorder.as_numbers)
     in_products = frozenset(complete & recorder.in_products)
     needed = (complete - recorder.as_numbers) | in_products | batch_means | scalars
     tape.drop_all_but(needed.intersection(recorder.used))
     return LabelProgram(
         tape,
-        sums={name: sum_id for name, sum_id in sums.items() if tape.maker(name) is not None},
+        sums={name: sum_id for name, sum_id in finder.sums.items() if tape.maker(name) is not None},
         from_sums=in_products,
         batch_means=batch_means,
         batch_numbers=scalars & recorder.in_products,
