@@ -47,8 +47,8 @@ class Walk:
 def layers(told: list[str]) -> dict[str, Any]:
     """All that there is, around a module that is called ``0``."""
 
-    def cut(block: str, args: Any, kwargs: Any) -> Any:
-        told.append("cut")
+    def shard(block: str, args: Any, kwargs: Any) -> Any:
+        told.append("shard")
         return (args[0][:1], *args[1:]), kwargs
 
     def recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def layers(told: list[str]) -> dict[str, Any]:
         told.append("within")
         yield
 
-    return {"blocks": ["0"], "cut": cut, "recomputed": {"0": recompute}, "within": {"0": within}}
+    return {"blocks": ["0"], "shard_inputs": shard, "recomputed": {"0": recompute}, "within": {"0": within}}
 
 
 INNER = ["within", "own"]
@@ -72,10 +72,10 @@ INNER = ["within", "own"]
 @pytest.mark.parametrize(
     ("does", "expected"),
     [
-        (None, ["cut", "recompute", *INNER]),
-        ("run", ["cut", "walk: run 0", "recompute", *INNER]),
-        ("open", ["cut", "walk: open 0", *INNER]),
-        ("stub", ["cut", "walk: stub 0"]),
+        (None, ["shard", "recompute", *INNER]),
+        ("run", ["shard", "walk: run 0", "recompute", *INNER]),
+        ("open", ["shard", "walk: open 0", *INNER]),
+        ("stub", ["shard", "walk: stub 0"]),
     ],
 )
 def test_what_is_done_around_a_call_is_done_in_one_order(does: str | None, expected: list[str]) -> None:
@@ -94,7 +94,7 @@ def test_what_is_done_around_a_call_is_done_in_one_order(does: str | None, expec
     assert len(result) == 1 and seen == [3, 3]  # hooks are outside, whenever they were registered
     told.clear()
     model(torch.ones(3, 2))
-    assert told == ["cut", "recompute", *INNER]  # nothing follows it any more
+    assert told == ["shard", "recompute", *INNER]  # nothing follows it any more
 
 
 def test_a_call_in_another_thread_is_not_followed() -> None:

@@ -143,7 +143,7 @@ def test_a_block_that_writes_to_its_input_has_it_not_cut_over_the_sequence(worke
     report = mw.check(AlongASequence, batch, plan, loss=lambda loss: loss, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
     assert not report.recipe.sequence
-    assert any("not cut over the sequence" in note and "blocks.0, blocks.1" in note for note in report.notes)
+    assert any("not sharded over the sequence" in note and "blocks.0, blocks.1" in note for note in report.notes)
 
 
 class Other(Block):

@@ -56,7 +56,7 @@ def test_numbered_attributes_are_repeated_where_they_are_blocks() -> None:
 
 
 class SortedHead(nn.Module):
-    """Two layers that can be cut, and a third whose output is sorted: for that, its cut would be gathered."""
+    """Two layers that can be sharded, and a third whose output is sorted: for that, its shards would be gathered."""
 
     def __init__(self) -> None:
         super().__init__()

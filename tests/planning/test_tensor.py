@@ -239,7 +239,7 @@ OURS = "def asked(*args, **named): return {}['no such key']"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "part", "name"), [("tp=2", shards, "_trunk_cuts"), ("dp_shard=2", units, "undisturbed")]
+    ("mesh", "part", "name"), [("tp=2", shards, "_trunk_shards"), ("dp_shard=2", units, "undisturbed")]
 )
 def test_a_bug_of_ours_in_planning_is_raised_and_is_no_note(mesh: str, part: Any, name: str) -> None:
     """Where a forward is followed, to shard over tp or to find which units it may skip, stands a function of a file of the

@@ -465,7 +465,7 @@ def test_parameters_that_are_written_are_known_though_the_cuts_are_not_found(mon
     plan = {"mesh": "dp_replicate=2", "modules": {"layer": {"recompute": "block"}}}
     for found in (True, False):
         if not found:
-            monkeypatch.setattr(shards, "infer_cuts", lambda *_, **__: [][0])
+            monkeypatch.setattr(shards, "infer_shards", lambda *_, **__: [][0])
         recipe = mw.make_recipe(FollowsByData, plan, batch=(torch.randn(4, 4),))
         assert any("could not be followed" in note for note in recipe.notes) is not found
         assert {line.name for line in recipe.parameters if line.data == "loose"} == expected

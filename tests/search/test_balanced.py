@@ -17,14 +17,14 @@ ENDS = st.sampled_from([0.0, 0.5, 1.0, 2.5, 7.3])
 @given(st.integers(2, 9), st.integers(2, 4), st.sampled_from([0.3, 1.0, 2.5]), ENDS, ENDS)
 def test_the_largest_stage_is_as_small_as_can_be(blocks, stages, block, first, last):
     stages = min(stages, blocks)
-    cut = balanced(blocks, stages, block, first, last)
-    assert cut.first + (stages - 2) * cut.between + cut.last >= blocks
+    sizes = balanced(blocks, stages, block, first, last)
+    assert sizes.first + (stages - 2) * sizes.between + sizes.last >= blocks
 
     def largest(numbers):
         return max(first + numbers[0] * block, *(n * block for n in numbers[1:-1]), last + numbers[-1] * block)
 
     every = [n for n in product(range(blocks + 1), repeat=stages) if sum(n) == blocks]
-    ours = (cut.first, *[cut.between] * (stages - 2), cut.last)
+    ours = (sizes.first, *[sizes.between] * (stages - 2), sizes.last)
     assert largest(ours) == pytest.approx(min(map(largest, every)))
 
 

@@ -405,7 +405,7 @@ def _one_rank(program: Program, dispatcher: Dispatcher) -> None:
     leaf = program.start.clone().requires_grad_(program.grad)
     with torch.set_grad_enabled(program.grad), SpmdMode(dispatcher, lambda p: None):
         if isinstance(program.layout, Shard):
-            x = dispatcher.global_tensor(dispatcher.cut(leaf * 1, program.layout).clone(), program.layout)
+            x = dispatcher.global_tensor(dispatcher.shard(leaf * 1, program.layout).clone(), program.layout)
         else:
             share = leaf / dispatcher.axis.size
             x = dispatcher.global_tensor(share if dispatcher.axis.rank else share + 0, PARTIAL)

@@ -363,7 +363,7 @@ class Bench:
             return leaf, dispatcher.global_tensor(leaf.clone(), PARTIAL)
         leaf = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
         if isinstance(layout, Shard):
-            cut = dispatcher.global_tensor(dispatcher.cut(leaf.clone(), layout), layout)
+            cut = dispatcher.global_tensor(dispatcher.shard(leaf.clone(), layout), layout)
             assert isinstance(cut, GlobalTensor)
             dispatcher.set_strides(cut, x.stride())  # the full tensor lies so on one device
             cut._mw_local = cut._mw_local.clone()  # no view to autograd

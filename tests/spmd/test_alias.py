@@ -93,7 +93,7 @@ def both(function: Callable[[Tensor], Any], shape: tuple[int, ...], layout: Layo
         mine = start.clone().requires_grad_()
         with SpmdMode(dispatcher, lambda p: None):
             if isinstance(layout, Shard):
-                x = dispatcher.global_tensor(dispatcher.cut(mine * 1, layout).clone(), layout)
+                x = dispatcher.global_tensor(dispatcher.shard(mine * 1, layout).clone(), layout)
             else:
                 x = dispatcher.global_tensor(mine / ranks, PARTIAL)
             results = function(x)

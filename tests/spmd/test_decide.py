@@ -131,7 +131,7 @@ def retained_gradients() -> list[Tensor]:
         leaf = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
         layout = even_shard(dim or 0, leaf.shape[dim or 0], dispatcher.axis.size)
         with SpmdMode(dispatcher, lambda p: None).on():
-            x = leaf if dim is None else dispatcher.global_tensor(dispatcher.cut(leaf, layout), layout)
+            x = leaf if dim is None else dispatcher.global_tensor(dispatcher.shard(leaf, layout), layout)
             y = x * 2
             y.retain_grad()
             (y**2).sum().mul(1.5).backward()

@@ -49,7 +49,7 @@ def layouts(shape: list[int], ranks: int, make: Make) -> Iterator[Layout]:
 def laid_out(dispatcher: Dispatcher, x: Tensor, layout: Layout) -> Any:
     """``x`` in that layout, as the model sees it."""
     if isinstance(layout, Shard):
-        return dispatcher.global_tensor(dispatcher.cut(x, layout), layout)
+        return dispatcher.global_tensor(dispatcher.shard(x, layout), layout)
     return (
         dispatcher.global_tensor(redistribute.keep_first(x, dispatcher.axis), PARTIAL)
         if isinstance(layout, Partial)
@@ -60,7 +60,7 @@ def laid_out(dispatcher: Dispatcher, x: Tensor, layout: Layout) -> Any:
 def moved(dispatcher: Dispatcher, x: Any, layout: Layout) -> Any:
     """A tensor in any layout, brought to another."""
     if isinstance(layout, Shard):
-        return dispatcher.global_tensor(dispatcher.cut(x, layout), layout)
+        return dispatcher.global_tensor(dispatcher.shard(x, layout), layout)
     whole = dispatcher.full_tensor(x)
     return (
         dispatcher.global_tensor(redistribute.keep_first(whole, dispatcher.axis), PARTIAL)

@@ -2,7 +2,7 @@
 
     module(x)
       │  torch's hooks: the model's own, and FSDP2's, which gather      (outside: they see what the model sees)
-      ├─ 1  cut        the input of a block is sharded over the sequence (calls/sequence.py)
+      ├─ 1  shard      the input of a block is sharded over the sequence (calls/sequence.py)
       ├─ 2  trace      the tracer of the forward (calls/tracer.py), if there is one, decides:
       │                  run    all of the call runs, and its functions are not traced: 3, 4 and 5
       │                  open   the call runs, and its functions are traced: 4 and 5, as they cannot be recomputed
@@ -30,7 +30,7 @@ from torch import nn
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A forward → the forward that is called instead."""
 
-Cut = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+ShardInputs = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 """(name of a block, args, kwargs of a call) → the args and kwargs for its forward."""
 
 
@@ -78,12 +78,12 @@ class Forward:
         self._innermost = original if replay is None else replay(original)
         self.open: Callable[..., Any] = self._innermost if within is None else self._run_within
         self.run = self.open if recompute is None else recompute(self.open)
-        called = self._cut if block else self._follow if followed else self.run
+        called = self._shard if block else self._follow if followed else self.run
         self.called = functools.wraps(original)(functools.partial(called))  # a model may read its signature
 
-    def _cut(self, *args: Any, **kwargs: Any) -> Any:
-        if self._calls.cut is not None:
-            args, kwargs = self._calls.cut(self.name, args, kwargs)
+    def _shard(self, *args: Any, **kwargs: Any) -> Any:
+        if self._calls.shard_inputs is not None:
+            args, kwargs = self._calls.shard_inputs(self.name, args, kwargs)
         return self._follow(*args, **kwargs)
 
     def _follow(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,15 +103,15 @@ class ModuleCalls:
 
     Args:
         followed: whether tracers may follow forwards; then every module is wrapped.
-        blocks: the modules whose inputs ``cut`` shards.
-        cut: see the attribute.
+        blocks: the modules whose inputs ``shard_inputs`` shards.
+        shard_inputs: see the attribute.
         recomputed: module → wraps its forward with recompute.
         replayed: module → wraps its forward with the replay of a recorded program.
         within: module → makes the context in which its forward runs.
 
     Attributes:
         tracer: follows the forward that is running, if not None.
-        cut: shards the inputs of blocks, if not None.
+        shard_inputs: shards the inputs of blocks, if not None.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class ModuleCalls:
         *,
         followed: bool = False,
         blocks: Collection[str] = (),
-        cut: Cut | None = None,
+        shard_inputs: ShardInputs | None = None,
         recomputed: Mapping[str, Around] | None = None,
         replayed: Mapping[str, Around] | None = None,
         within: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     ) -> None:
         self.tracer: CallTracer | None = None
-        self.cut = cut
+        self.shard_inputs = shard_inputs
         recomputed, replayed, within = recomputed or {}, replayed or {}, within or {}
         modules = dict(model.named_modules())
         traced = {n for n, m in modules.items() if followed and not isinstance(m, torch.jit.ScriptModule)}
@@ -154,13 +154,13 @@ class ModuleCalls:
             self.tracer = before
 
     @contextmanager
-    def cutting(self, cut: Cut) -> Iterator[None]:
-        """A context in which ``cut`` shards the inputs of blocks."""
-        before, self.cut = self.cut, cut
+    def sharding_inputs(self, shard_inputs: ShardInputs) -> Iterator[None]:
+        """A context in which ``shard_inputs`` shards the inputs of blocks."""
+        before, self.shard_inputs = self.shard_inputs, shard_inputs
         try:
             yield
         finally:
-            self.cut = before
+            self.shard_inputs = before
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from meshwright.hardware.text import profile_text
 
-Work: TypeAlias = str
+CallKind: TypeAlias = str
 """The kind of a call: ``matmul``; ``attention`` (fused); the name of an ATen function that is slower than a copy of as many
 bytes (``hardware.functions``); or ``other``."""
 
@@ -235,7 +235,7 @@ class Profile:
     contention: float = 0.0
     slower: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def compute(self, flops: float, moved: float, dtype: str, kind: Work) -> Estimate:
+    def compute(self, flops: float, moved: float, dtype: str, kind: CallKind) -> Estimate:
         """Seconds of one call on the device: max(flops / (peak · e(flops)), slower · bytes / (bandwidth · e(bytes)), launch).
 
         This is the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009), with efficiencies by size (Isaev et
@@ -247,7 +247,7 @@ class Profile:
             dtype: the dtype of the computation, as torch names it, or ``tfloat32``. If the profile lacks it, the nearest
                 dtype of the profile gives the efficiency, at the size that takes as long at peak, and the scatter is
                 doubled.
-            kind: see `Work`. Calls other than "matmul" and "attention" have the peak of float32 and no curve of efficiency,
+            kind: see `CallKind`. Calls other than "matmul" and "attention" have the peak of float32 and no curve of efficiency,
                 since tensor cores do not compute them.
         """
         arithmetic, known = self._arithmetic(flops, dtype, kind)
@@ -255,7 +255,7 @@ class Profile:
         streamed *= self.slower.get(kind, 1.0)
         return Estimate(max(arithmetic, streamed, self.launch), self.scatter * (1 if known else 2))
 
-    def _arithmetic(self, flops: float, dtype: str, kind: Work) -> tuple[float, bool]:
+    def _arithmetic(self, flops: float, dtype: str, kind: CallKind) -> tuple[float, bool]:
         """(flops / (peak · e(flops)), whether the profile has the dtype)."""
         if kind not in ("matmul", "attention"):
             return flops / self.peak[nearest_dtype("float32", self.peak)], True

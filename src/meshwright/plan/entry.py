@@ -17,7 +17,7 @@ class Entry:
             (shard that dim, from 0), ``replicate`` (do not shard), ``auto`` (Meshwright decides, whatever an earlier entry
             says).
         parts: the sharded dim consists of this many equal fused blocks, each sharded (a fused QKV: 3); or the blocks' sizes.
-        units: the sharded dim consists of this many equal pieces that no cut may divide (attention heads).
+        units: the sharded dim consists of this many equal pieces that no shard may divide (attention heads).
         recompute: ``block`` recomputes this module in the backward, instead of keeping its activations; ``none`` keeps them.
         unit: whether this module is gathered, and freed, as one unit of FSDP.
         on: where this module runs. ``pp[1]``: on the second rank of the pipeline axis. ``tp[2:8]``: on those ranks of the tp

@@ -51,7 +51,7 @@ def concurrent(graph: ModelGraph, within: str = "") -> list[tuple[Candidate, ...
     """Sets of branches that could run at the same time, in the order of the forward. No set lies within another.
 
     A set counts only if one of its branches has several calls with parameters. Else (q, k and v of attention) tensor
-    parallelism cuts all of them without a collective, and branches would gain nothing.
+    parallelism shards all of them without a collective, and branches would gain nothing.
 
     Args:
         within: search only the calls of this module.

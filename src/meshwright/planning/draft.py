@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.errors import Finding
 from meshwright.graph import ModelGraph
 from meshwright.plan import Entry, Plan
-from meshwright.planning.cuts import Cuts
+from meshwright.planning.parameter_shards import ParameterShards
 from meshwright.planning.places import Branches
 from meshwright.planning.units import ParameterUses
 from meshwright.recipe import Stage, Unit
@@ -55,7 +55,7 @@ class Draft:
         branches: which ranks run which branch.
         units: FSDP2's units, innermost first and the root last.
         recompute: modules that are run again in the backward.
-        cuts: the shards over tp; None if the forward cannot be followed without values, and the plan names no cut.
+        shards: over tp; None if the forward cannot be followed without values, and the plan names none.
         uses: which parameters the forward uses, and where; None if it cannot be followed.
         written: without ``uses``, the parameters that the forward writes, as far as they are known.
         drawn: whether the forward draws random numbers that can decide its path: from Python, NumPy, or from torch if it
@@ -82,7 +82,7 @@ class Draft:
     branches: Branches = field(default_factory=Branches)
     units: tuple[Unit, ...] = ()
     recompute: tuple[str, ...] = ()
-    cuts: Cuts | None = None
+    shards: ParameterShards | None = None
     uses: ParameterUses | None = None
     written: frozenset[str] = frozenset()
     drawn: bool = False
@@ -102,13 +102,13 @@ class Draft:
     @property
     def routed(self) -> bool:
         """Whether data ranks may use different parameters, as the forward's path may depend on values or random numbers."""
-        return self.data > 1 and (self.cuts is None or self.uses is None or self.cuts.reads > 0 or self.drawn)
+        return self.data > 1 and (self.shards is None or self.uses is None or self.shards.reads > 0 or self.drawn)
 
     @property
     def sequence(self) -> tuple[str, ...]:
         """The blocks whose inputs are sharded over the sequence."""
-        cut = self.plan.sequence_parallel and self.plan.mesh.axis_size("tp") > 1
-        return tuple(block for block in self.blocks if block not in self.writing) if cut else ()
+        sharded = self.plan.sequence_parallel and self.plan.mesh.axis_size("tp") > 1
+        return tuple(block for block in self.blocks if block not in self.writing) if sharded else ()
 
     def entry(self, name: str) -> Entry:
         """The plan's settings for a module or parameter; an empty entry if the plan has none."""

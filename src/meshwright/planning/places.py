@@ -122,7 +122,7 @@ def _check_plan(plan: Plan, with_slice: Mapping[str, Entry], findings: Findings)
         findings.add(
             where="sequence_parallel",
             given="true, in a plan that places modules on a slice of tp",
-            required="one of them: a sequence that is cut over all of tp has no slice in a branch",
+            required="one of them: a sequence that is sharded over all of tp has no slice in a branch",
             fix="sequence_parallel: false",
         )
 

@@ -1,5 +1,5 @@
-"""``Planner``: reads each decision of a forward before it is executed, chooses cuts for the parameters in it, and learns which
-cuts do not fit (planning/tensor.py).
+"""``Planner``: reads each decision of a forward before it is executed, chooses shards for the parameters in it, and learns
+which shards do not fit (planning/tensor.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import REPLICATE, Shard
-from meshwright.planning.cuts import AS_SAID, Style, cut_in_style
 from meshwright.planning.meta_functions import gradients_without_values
+from meshwright.planning.parameter_shards import AS_SAID, Style, shard_in_style
 from meshwright.planning.units import ParameterUses
 from meshwright.private import pytree, storage_of
 from meshwright.spmd.autograd_functions import transforming
@@ -57,9 +57,9 @@ class Reading(GlobalTensorMode):
         return self.answer(ours, func, args, kwargs) if ours is not None else func(*args, **kwargs)
 
     def answer(self, dispatcher: Dispatcher, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, after the planner has chosen cuts for its parameters.
+        """The result of a call, after the planner has chosen shards for its parameters.
 
-        A sharded result lists the parameters from which its cut comes (``_mw_sources``).
+        A sharded result lists the parameters from which its layout comes (``_mw_sources``).
         """
         if func in FACTS:
             return dispatcher.call(func, args, kwargs)
@@ -67,7 +67,7 @@ class Reading(GlobalTensorMode):
         again: AbstractContextManager[Any] = nullcontext()
         if func in ENGINES:
             starts = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
-            self.planner.not_worth([x for x in _views(starts) if isinstance(x._mw_layout, Shard)], _AT_ONCE)
+            self.planner.not_worth([x for x in _global_tensors(starts) if isinstance(x._mw_layout, Shard)], _AT_ONCE)
         elif func not in ANSWERS and not _changes_the_view(func, args, kwargs):
             decided = self.planner.read(func, args, kwargs)
             sources |= _sources(decided.tensors)
@@ -96,7 +96,7 @@ class Reading(GlobalTensorMode):
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a custom ``autograd.Function``. Replicates each parameter that it gets as an argument and also reads from a
         module: its backward may compute with one of the two tensors and ask for gradients of the other, and both are one tensor
-        only if the parameter is not cut."""
+        only if the parameter is replicated."""
         passed = {name for x in pytree.tree_leaves((args, kwargs)) if (name := self.planner.name_of(x)) is not None}
         read: set[str] = set()
 
@@ -109,9 +109,9 @@ class Reading(GlobalTensorMode):
         self.planner.replicate(passed & read, reason)
         return result
 
-    def gathered(self, dispatcher: Dispatcher, user: Any, views: list[GlobalTensor]) -> None:
-        self.planner.gathered(user, views)
-        super().gathered(dispatcher, user, views)
+    def gathered(self, dispatcher: Dispatcher, user: Any, tensors: list[GlobalTensor]) -> None:
+        self.planner.gathered(user, tensors)
+        super().gathered(dispatcher, user, tensors)
 
 
 def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -123,7 +123,7 @@ def _changes_the_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return isinstance(target, GlobalTensor) and target._mw_origin is not None and writes_first(func, args, kwargs)
 
 
-_AT_ONCE = "its cut would be gathered again at once"
+_AT_ONCE = "its shards would be gathered again at once"
 
 
 @dataclass
@@ -140,23 +140,23 @@ class Decisions:
 
 
 class Planner:
-    """Chooses cuts of parameters during one run of a forward.
+    """Chooses shards of parameters during one run of a forward.
 
     Args:
-        axis: the axis over which parameters are cut.
+        axis: the axis over which parameters are sharded.
         parameters: ``id(parameter)`` → its name.
         styles: parameter → its style by the plan or the model.
         learnt: family → the style learnt in earlier runs. This run adds to it.
         news: family → how many times its style has changed.
-        large: a table (of an embedding) with at least this many elements, and at least twice as many rows as columns, is cut
-            over its rows.
+        large: a table (of an embedding) with at least this many elements, and at least twice as many rows as columns, is
+            sharded over its rows.
 
     Attributes:
         dispatcher: executes the forward's calls.
         families: parameter → its family; a parameter without an entry is a family of its own.
-        layouts: parameter → its cut.
+        layouts: parameter → its layout.
         roles: parameter → the styles (``column``, ``row``) in which matrix products used it.
-        refused: parameter → why it cannot be cut as the plan says.
+        refused: parameter → why it cannot be sharded as the plan says.
         memory: storage → the parameter to which it belongs.
         differentiates: whether the forward asked for gradients itself.
     """
@@ -202,11 +202,11 @@ class Planner:
             self.uses.note(x, name)
         x = own
         style, dims = self.style(name), tuple(range(x.dim()))
-        cut_dim = style.dim if style.kind == "shard" and name not in self.layouts else None
-        if cut_dim is not None and cut_dim < x.dim() and (layout := self.layout_for(name, x.shape[cut_dim], cut_dim)):
+        dim = style.dim if style.kind == "shard" and name not in self.layouts else None
+        if dim is not None and dim < x.dim() and (layout := self.layout_for(name, x.shape[dim], dim)):
             self.layouts[name] = layout
         if name in self.layouts:
-            return self._cut(x, name, dims, self.layouts[name])
+            return self._shard(x, name, dims, self.layouts[name])
         return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
 
     def _own(self, x: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class Planner:
             self._asked = before
 
     def replicate(self, names: Iterable[str], reason: str) -> None:
-        """Replicates parameters that must not be cut; refuses those that the plan says to cut."""
+        """Replicates parameters that must not be sharded; refuses those that the plan says to shard."""
         for name in sorted(names):
             planned = self.styles.get(name, Style())
             if planned.forced and planned.kind != "replicate":
@@ -254,21 +254,22 @@ class Planner:
         return replace(learnt, blocks=planned.blocks or learnt.blocks, units=planned.units or learnt.units)
 
     def layout_for(self, name: str, size: int, dim: int) -> Shard | None:
-        """The cut of dim ``dim`` of a parameter, by its style. None if it is not possible: then its family is replicated."""
+        """The layout of a parameter that is sharded over ``dim``, by its style. None if there is none: then its family is
+        replicated."""
         style = self.style(name)
-        cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        # The plan says to cut: ignore blocks and pieces that the forward showed.
-        if isinstance(cut, str) and style.forced:
+        layout = shard_in_style(style, dim, size, self.dispatcher.axis.size)
+        # The plan says to shard: ignore blocks and pieces that the forward showed.
+        if isinstance(layout, str) and style.forced:
             style = self.styles[name]
-            cut = cut_in_style(style, dim, size, self.dispatcher.axis.size)
-        if isinstance(cut, Shard):
-            return cut
+            layout = shard_in_style(style, dim, size, self.dispatcher.axis.size)
+        if isinstance(layout, Shard):
+            return layout
         if style.forced:
-            self.refused[name] = cut
-        self.learn({name: replace(style, kind="replicate", reason=cut)})
+            self.refused[name] = layout
+        self.learn({name: replace(style, kind="replicate", reason=layout)})
         return None
 
-    def _cut(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
+    def _shard(self, x: Tensor, name: str, dims: tuple[int, ...], layout: Shard) -> Any:
         if layout.dim not in dims:
             return GlobalTensor(x.detach(), REPLICATE, self.dispatcher, parameter=(name, dims))
         view_layout = layout.on(dims.index(layout.dim))
@@ -280,7 +281,7 @@ class Planner:
         return GlobalTensor(local, view_layout, self.dispatcher, frozenset([name]), (name, dims))
 
     def _choose(self, p: GlobalTensor, choice: Choice) -> GlobalTensor:
-        """An undecided parameter, cut by one of the options of ``choice``; unchanged if none of them is to be used."""
+        """An undecided parameter, sharded by one of the options of ``choice``; unchanged if none of them is to be used."""
         assert p._mw_parameter is not None
         style = self.style(p._mw_parameter[0])
         if choice.table:
@@ -311,12 +312,12 @@ class Planner:
             else:
                 layout = like.on(dims[dim])
             self.layouts[name] = layout
-        return self._cut(p, name, dims, self.layouts[name])
+        return self._shard(p, name, dims, self.layouts[name])
 
     # --- reading decisions -------------------------------------------------------------------------------------------
 
     def read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecidedCall:
-        """The decision on a call, after cuts are chosen for its undecided parameters. Learns from the decision about cuts."""
+        """The decision on a call, after shards are chosen for its undecided parameters. Learns from the decision."""
         declined: set[int] = set()
         while True:
             try:
@@ -356,7 +357,7 @@ class Planner:
         return decided
 
     def _learn_of_moves(self, decision: Decision, tensors: Sequence[Tensor]) -> None:
-        """Learns from a decision which matrix products used which cuts, and which cuts it would gather or change."""
+        """Learns from a decision which matrix products used which shards, and which shards it would gather or change."""
         for index, role in decision.roles:
             self._used_as(tensors[index], role)
         for use in pytree.tree_leaves((decision.args, decision.kwargs)):
@@ -369,23 +370,23 @@ class Planner:
             elif use.need not in (Need.LOCAL, Need.ORIGINAL):
                 self.not_worth([x], _AT_ONCE)
 
-    def gathered(self, user: Any, views: Sequence[GlobalTensor]) -> None:
-        """Called if sharded global tensors are gathered for a function: their parameters are not worth a cut."""
-        sharded = [x for x in views if isinstance(x._mw_layout, Shard)]
+    def gathered(self, user: Any, tensors: Sequence[GlobalTensor]) -> None:
+        """Called if sharded global tensors are gathered for a function: their parameters are not worth sharding."""
+        sharded = [x for x in tensors if isinstance(x._mw_layout, Shard)]
         if sharded:
             fallback = self.dispatcher.fallback_at(user)
-            self.not_worth(sharded, f"its cut would be gathered again by {fallback.function} at {fallback.line}")
+            self.not_worth(sharded, f"its shards would be gathered again by {fallback.function} at {fallback.line}")
 
     def _regathered(self, x: GlobalTensor, layout: Shard, needed: Shard) -> None:
-        """Learns from a change of layout: the indivisible pieces, if the same dim is cut at other borders; else no cut."""
+        """Learns from a change of layout: the indivisible pieces, if the same dim has other borders; else to replicate."""
         if layout.dim == needed.dim and needed.parts == layout.parts == 1:
             step = gcd(*needed.pieces[0])
             if step and needed.size % step == 0:
                 self.units(x, needed.size // step)
-        self.not_worth([x], "its cut would have to be changed at once")
+        self.not_worth([x], "its shards would have to be changed at once")
 
     def blocks(self, x: Any, sizes: tuple[int, ...]) -> None:
-        """Learns that the sharded dim of ``x`` consists of blocks of ``sizes``: each block of its parameters is cut by
+        """Learns that the sharded dim of ``x`` consists of blocks of ``sizes``: each block of its parameters is sharded by
         itself."""
         total = x._mw_layout.size
         styles: dict[str, Style] = {}
@@ -407,9 +408,10 @@ class Planner:
                 styles[name] = replace(style, units=units)
         self.learn(styles)
 
-    def not_worth(self, views: Sequence[GlobalTensor], reason: str) -> None:
-        """Learns to replicate the parameters from which the cuts of ``views`` come. Starts over, unless the plan names all."""
-        names = sorted({n for v in views for n in v._mw_sources})
+    def not_worth(self, tensors: Sequence[GlobalTensor], reason: str) -> None:
+        """Learns to replicate the parameters from which the layouts of ``tensors`` come. Starts over, unless the plan names
+        all of them."""
+        names = sorted({n for t in tensors for n in t._mw_sources})
         replicated = {name: replace(self.style(name), kind="replicate", reason=reason) for name in names}
         self.learn(replicated, later=True)
         if any(not self.styles.get(n, Style()).forced for n in names):
@@ -428,7 +430,7 @@ class Planner:
                 if self.news[key] > _PATIENCE:
                     if forced:  # the plan says that it is sharded: it is gathered where the shards do not fit
                         continue
-                    style = replace(style, kind="replicate", reason="no cut fits every use of it")
+                    style = replace(style, kind="replicate", reason="no layout fits every use of it")
                 self.learnt[key] = style
                 changed = True
         if changed and not later:
@@ -439,13 +441,14 @@ class Planner:
         return gradients_without_values if func is torch.autograd.grad else lambda **_: None
 
     def _used_as(self, x: Any, role: str) -> None:
-        """Records the role (``column``, ``row``) of a cut in its first matrix product; for a parameter itself, in every one."""
+        """Records the role (``column``, ``row``) of a parameter's shards in its first matrix product; of the parameter itself,
+        in every one."""
         for name in x._mw_sources:
             if x._mw_parameter is not None or name not in self.roles:
                 self.roles.setdefault(name, []).append(role)
 
     def reasons(self) -> dict[str, str]:
-        """Parameter → why it is cut so, or not cut; "" if no reason is needed."""
+        """Parameter → why it is sharded so, or replicated; "" if no reason is needed."""
         return {name: self._reason(name) for name in set(self.parameters.values())}
 
     def _reason(self, name: str) -> str:
@@ -460,23 +463,23 @@ class Planner:
 
 
 def _of_sources(out: Any, sources: set[str]) -> Any:
-    """``out``, a call's result, with ``sources`` added to the parameters from which the cuts of its tensors come."""
-    for x in _views(out):
+    """``out``, a call's result, with ``sources`` added to the parameters from which the layouts of its tensors come."""
+    for x in _global_tensors(out):
         if isinstance(x._mw_layout, Shard):
             x._mw_sources = x._mw_sources | sources
     return out
 
 
 def _sources(value: Any) -> set[str]:
-    """Names of the parameters from which the cuts of the global tensors in ``value`` come."""
-    return {name for x in _views(value) if isinstance(x._mw_layout, Shard) for name in x._mw_sources}
+    """Names of the parameters from which the layouts of the global tensors in ``value`` come."""
+    return {name for x in _global_tensors(value) if isinstance(x._mw_layout, Shard) for name in x._mw_sources}
 
 
-def _views(value: Any) -> list[GlobalTensor]:
+def _global_tensors(value: Any) -> list[GlobalTensor]:
     if isinstance(value, GlobalTensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [v for item in value for v in _views(item)]
+        return [v for item in value for v in _global_tensors(item)]
     if isinstance(value, dict):
-        return [v for item in value.values() for v in _views(item)]
+        return [v for item in value.values() for v in _global_tensors(item)]
     return []

@@ -76,7 +76,7 @@ class DividedRows:
     def has(self, t: Tensor) -> bool:
         return t.dim() > 0 and t.shape[0] == self.rows
 
-    def cut_apart(self, run: Callable[..., Any], inputs: Any) -> bool:
+    def keeps_rows_apart(self, run: Callable[..., Any], inputs: Any) -> bool:
         """Whether ``run`` returns tensors sharded by rows as its inputs are, without a collective. ``inputs``: (args,
         kwargs)."""
         ledger = Ledger()
@@ -90,8 +90,8 @@ class DividedRows:
         with SpmdMode(dispatcher, lambda x: None).on():
             args, kwargs = pytree.tree_map_only(Tensor, by_rows, inputs)
             outputs = tensors_of(run(*args, **kwargs))
-        cut_by_rows = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in outputs)
-        return cut_by_rows and not ledger.calls and not ledger.fallbacks
+        sharded_by_rows = all(isinstance(t, GlobalTensor) and t._mw_layout == self.layout for t in outputs)
+        return sharded_by_rows and not ledger.calls and not ledger.fallbacks
 
     def some(self, inputs: Any) -> Any:
         """The inputs with the rows of the first share only."""
@@ -130,7 +130,7 @@ def _call_apart(module: nn.Module, call: Call, rows: DividedRows) -> bool:
         return False
     try:
         with torch.no_grad(), Shadow(), MetaFunctions():
-            if not rows.cut_apart(module, call.arguments):
+            if not rows.keeps_rows_apart(module, call.arguments):
                 return False
             args, kwargs = rows.some(call.arguments)
             with _Constants() as some_rows:
@@ -196,7 +196,9 @@ class _Finder(Tracer):
                 some_args, some_kwargs = self.rows.some((args, kwargs))
                 some_args = sized(func, some_args, self.rows.rows, self.rows.fewer)
                 outputs = tensors_of(func(*some_args, **some_kwargs))
-                return all(len(t) == self.rows.fewer for t in outputs) and self.rows.cut_apart(func, (args, kwargs))
+                return all(len(t) == self.rows.fewer for t in outputs) and self.rows.keeps_rows_apart(
+                    func, (args, kwargs)
+                )
         except Exception:
             return False
 

@@ -2,19 +2,19 @@
 
     a linear with a replicated input is sharded by column; one with a sharded input is sharded by row
 
-The forward runs through the deciders of a real run. Every sharded tensor lists the parameters from which its cut comes. If the
-cut does not fit, the planner learns a constraint on these parameters:
+The forward runs through the deciders of a real run. Every sharded tensor lists the parameters from which its layout comes. If
+it does not fit, the planner learns a constraint on these parameters:
 
-    a split, chunk or unbind has k blocks in the sharded dim      cut each block by itself (a fused QKV)
+    a split, chunk or unbind has k blocks in the sharded dim      shard each block by itself (a fused QKV)
     a view has heads in the sharded dim                           do not break a head
-    the cut is gathered again (a function without a rule …)       not worth it: replicate the parameter
+    it is gathered again (a function without a rule …)       not worth it: replicate the parameter
 
 Then the forward runs again, until it runs without a new constraint. A constraint holds for a family: the corresponding
 parameters of all repeated blocks (planning/families.py).
 
-A cut that the plan names is always made: if it does not fit, it is gathered where it is used. The plan may say column or
-row for a parameter that no matrix product uses directly (``weight_norm``, ``scale * weight``). Then each dim is tried, and
-the first is chosen whose cut a matrix product uses as column or row.
+A parameter that the plan says to shard is always sharded: if its layout does not fit, it is gathered where it is used. The plan
+may say column or row for a parameter that no matrix product uses directly (``weight_norm``, ``scale * weight``). Then each dim
+is tried, and the first is chosen whose shards a matrix product uses as column or row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.planning.cuts import Cuts, Style, dims_of_style
 from meshwright.planning.families import families
 from meshwright.planning.known_shapes import KnownShapes, ShapeEntries
+from meshwright.planning.parameter_shards import ParameterShards, Style, dims_of_style
 from meshwright.planning.planner import Decisions, Planner, Reading, StyleChanged
 from meshwright.planning.shadow import Shadow
 from meshwright.planning.units import ParameterUses
@@ -40,7 +40,7 @@ from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.spmd.dispatcher import Dispatcher
 
 
-def infer_cuts(
+def infer_shards(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     *,
@@ -50,8 +50,8 @@ def infer_cuts(
     names: Mapping[int, str],
     seeds: Callable[[Dispatcher], Any] | None = None,
     uses: ParameterUses | None = None,
-) -> Cuts:
-    """Finds the cuts of ``model`` (parameters on meta) over an axis of ``size`` ranks.
+) -> ParameterShards:
+    """Finds the shards of ``model`` (parameters on meta) over an axis of ``size`` ranks.
 
     Args:
         run: runs the model's forward.
@@ -83,7 +83,9 @@ def infer_cuts(
         styles, followed = tried[dim]
     planner = followed.planner
     ledger = planner.dispatcher.ledger
-    return Cuts(planner.layouts, planner.reasons(), ledger, followed.reads, planner.refused, followed.selects)
+    return ParameterShards(
+        planner.layouts, planner.reasons(), ledger, followed.reads, planner.refused, followed.selects
+    )
 
 
 def _still_whole(planner: Planner, dims: Mapping[str, int]) -> list[list[str]]:
@@ -150,4 +152,4 @@ def _followed(
             uses.written |= shadow.written
             uses.differentiates |= functions.differentiates or planner.differentiates
         return SettledForward(planner, shadow.reads, shadow.sized + shadow.measured)
-    raise RuntimeError(f"no stable cuts after {passes} passes over the forward")
+    raise RuntimeError(f"no stable shards after {passes} passes over the forward")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.hardware.profile import Work
+from meshwright.hardware.profile import CallKind
 from meshwright.schedule import NO_EDGES, Action, Edges
 
 
@@ -27,13 +27,13 @@ class Began(NamedTuple):
 class Op(NamedTuple):
     """An ATen function that ran.
 
-    ``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `Work`; ``dtype``: of the
+    ``flops``: floating-point operations; ``moved``: bytes read and written; ``kind``: see `CallKind`; ``dtype``: of the
     computation;
     ``workspace``: bytes that a kernel on a CPU allocates while it runs.
     """
 
     name: str
-    kind: Work
+    kind: CallKind
     flops: int
     moved: int
     dtype: str

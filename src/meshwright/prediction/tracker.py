@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.blame import model_line
 from meshwright.described import nbytes_of, tensors_among
 from meshwright.hardware.functions import OWN_RATE
-from meshwright.hardware.profile import Work
+from meshwright.hardware.profile import CallKind
 from meshwright.prediction.accumulation import holders_of_a_lone_tensor, in_place_without_mode
 from meshwright.prediction.allocations import convolution_workspace
 from meshwright.prediction.movement import moved_by
@@ -272,7 +272,7 @@ def _name(func: Any) -> str:
     return str(func._schema.name).rpartition("::")[2]
 
 
-def _kind(func: Any, flops: int) -> Work:
+def _kind(func: Any, flops: int) -> CallKind:
     if "attention" in _name(func):
         return "attention"
     if flops:

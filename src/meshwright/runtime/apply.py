@@ -1,7 +1,7 @@
 """``apply``: turns a recipe into a job, in this order:
 
 1  build on meta         deferred: no rank allocates the full model
-2  cut                   runtime/weights/parameters.py: DTensors of tensor parallelism
+2  shard                 runtime/weights/parameters.py: DTensors of tensor parallelism
 3  wrap module calls     calls/hook.py: activation checkpointing, sequence parallelism, this rank's part of a forward
 4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then on the root
 5  allocate and fill     runtime/weights/parameters.py: each rank fills its slices of the one-device values
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.calls.hook import ModuleCalls
-from meshwright.calls.sequence import InputCut
+from meshwright.calls.sequence import InputSharder
 from meshwright.deferred import Build, RecordedModule, record
 from meshwright.generators import Generators
 from meshwright.plan.keys import DRAWN
@@ -40,12 +40,12 @@ from meshwright.runtime.weights.parameters import (
     StandIns,
     allocate,
     attributes_of,
-    cut_parameters,
     fill,
     give_attributes,
     make_gradients_dense,
     on_device,
     put_back,
+    shard_parameters,
 )
 from meshwright.runtime.weights.recompute import recomputed
 from meshwright.runtime.weights.step_gradients import Hooks, StepGradients, take_hooks
@@ -86,7 +86,7 @@ def apply(
     if dtype is not None:
         cast(model, dtype)
     objects = {name: p for name, p in model.named_parameters() if name in recipe.referenced_outside}
-    cut_parameters(model, recipe, groups)
+    shard_parameters(model, recipe, groups)
     random, ledger = Generators(groups.device, model), Ledger()
     dispatchers = _dispatchers(model, recipe, groups, ledger)
     local_programs = _local_programs(model, recipe) if dispatchers and not recipe.eager else None
@@ -143,7 +143,7 @@ def _module_calls(
         model,
         followed=recipe.in_parts,
         blocks=recipe.sequence if dispatchers else (),
-        cut=InputCut(dispatchers[0]) if dispatchers else None,
+        shard_inputs=InputSharder(dispatchers[0]) if dispatchers else None,
         recomputed=recomputed(model, recipe.recompute, random),
         replayed={n: programs.around(n, modules[n]) for n in programs.names} if programs is not None else None,
     )

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from meshwright.graph import INTENSITY
 from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
-from meshwright.hardware.profile import Profile, Work
+from meshwright.hardware.profile import CallKind, Profile
 
 Line = tuple[float, float]
 """(a, b) stands for a + b · rows."""
-OpKey = tuple[Work, str, Line, Line]
+OpKey = tuple[CallKind, str, Line, Line]
 """(kind, dtype, operations, bytes)"""
 ExchangeKey = tuple[CollectiveKind, int, Line]
 """(kind, ranks, bytes)"""
@@ -62,7 +62,7 @@ class Calls:
             for (_, _, flops, moved), n in self.ops.items()
         )
 
-    def device(self, profile: Profile, rows: float, only: Work | None = None) -> float:
+    def device(self, profile: Profile, rows: float, only: CallKind | None = None) -> float:
         """Seconds on the device. ``only``: count only functions of this kind."""
         return sum(
             n * profile.compute(line_value(flops, rows), line_value(moved, rows), dtype, kind).seconds

@@ -8,7 +8,7 @@ from functools import cache
 
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.space import Candidate
-from meshwright.search.stages import Cut, balanced
+from meshwright.search.stages import StageBlocks, balanced
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class PipelineRanks:
 
     def __init__(self, layer_costs: Mapping[int, LayerCosts]) -> None:
         self._layer_costs = layer_costs
-        self._cut = cache(self._cut_of)
+        self._blocks = cache(self._blocks_of)
 
     def of(self, candidate: Candidate) -> tuple[Rank, ...]:
         """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
         if candidate.pp == 1:
             return (Rank(1, self._layer_costs[candidate.tp].blocks, ("first", "last")),)
-        cut = self._cut(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
-        other_stages = (candidate.chunks - 1) * cut.between  # blocks of a rank's stages but the first or last one
-        first = Rank(1, cut.first + other_stages, ("first",))
-        last = Rank(1, cut.last + other_stages, ("last",))
+        blocks = self._blocks(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
+        other_stages = (candidate.chunks - 1) * blocks.between  # blocks of a rank's stages but the first or last one
+        first = Rank(1, blocks.first + other_stages, ("first",))
+        last = Rank(1, blocks.last + other_stages, ("last",))
         if candidate.pp == 2:
             return first, last
-        return first, Rank(candidate.pp - 2, candidate.chunks * cut.between), last
+        return first, Rank(candidate.pp - 2, candidate.chunks * blocks.between), last
 
     def elements(self, candidate: Candidate) -> list[float]:
         """The number of parameter elements of each entry of ``of``, before they are sharded over data ranks."""
@@ -58,7 +58,7 @@ class PipelineRanks:
             return [layer_costs.total_elements]
         return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self.of(candidate)]
 
-    def _cut_of(self, tp: int, stages: int, rows: int) -> Cut:
+    def _blocks_of(self, tp: int, stages: int, rows: int) -> StageBlocks:
         """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""
         layer_costs = self._layer_costs[tp]
         forward = layer_costs.forward

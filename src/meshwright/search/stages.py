@@ -17,7 +17,7 @@ CLOSE = 1e-9  # difference of equal values, by rounding
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageBlocks:
     """Numbers of blocks: of the first stage, of the largest stage between, and of the last stage."""
 
     first: int
@@ -25,7 +25,7 @@ class Cut:
     last: int
 
 
-def balanced(blocks: int, stages: int, block: float, first: float, last: float) -> Cut:
+def balanced(blocks: int, stages: int, block: float, first: float, last: float) -> StageBlocks:
     """The number of blocks of each stage.
 
     Args:
@@ -35,7 +35,7 @@ def balanced(blocks: int, stages: int, block: float, first: float, last: float) 
         first, last: work of the layers before all blocks, and of those after all blocks.
 
     >>> balanced(16, 4, 1.0, 0.0, 0.0), balanced(16, 4, 1.0, 0.5, 2.5)
-    (Cut(first=4, between=4, last=4), Cut(first=4, between=5, last=2))
+    (StageBlocks(first=4, between=4, last=4), StageBlocks(first=4, between=5, last=2))
     """
     between = stages - 2
 
@@ -59,4 +59,4 @@ def balanced(blocks: int, stages: int, block: float, first: float, last: float) 
     begin, end = min(most[0], even), min(most[2], even)
     middle = min(most[1], -(-max(0, blocks - begin - end) // between)) if between else 0
     begin = max(begin, min(most[0], blocks - end - between * middle))
-    return Cut(begin, middle, max(end, blocks - begin - between * middle))
+    return StageBlocks(begin, middle, max(end, blocks - begin - between * middle))

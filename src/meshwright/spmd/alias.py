@@ -17,9 +17,9 @@ So a sharded ``GlobalTensor`` carries the strides and the offset that it has on 
     if torch can make a view of the global tensor, it can make one of the local tensor: a shard takes whole dims out of a
     dense box.
 3.  *A copy shares no memory; a write to a view reaches its base.* If one device copies and the local result shares memory,
-    the local result is cloned. If one device aliases and no local tensor can (a slice across the cut), the value is gathered,
-    and the result remembers its base and how it is selected from it: a write to it is written to the base, and it shows a
-    write to the base.
+    the local result is cloned. If one device aliases and no local tensor can (a slice of several shards), the value is
+    gathered, and the result remembers its base and how it is selected from it: a write to it is written to the base, and it
+    shows a write to the base.
 
 ``stride``, ``is_contiguous`` and ``storage_offset`` of a global tensor are those of one device. Global tensors of one storage
 share a ``Memory``, which counts the writes that torch's own version counter does not count (those to ``.data``).

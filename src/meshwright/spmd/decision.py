@@ -71,7 +71,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Units:
-    """A finding: the sharded dim of an operand consists of ``count`` pieces (heads, say) that no cut may divide."""
+    """A finding: the sharded dim of an operand consists of ``count`` pieces (heads, say) that no shard may divide."""
 
     index: int
     count: int
@@ -79,7 +79,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Gather:
-    """The call falls back: its arguments are gathered. ``finding``: how the operand must be cut to avoid this."""
+    """The call falls back: its arguments are gathered. ``finding``: how the operand must be sharded to avoid this."""
 
     finding: Blocks | Units | None = None
     choices: tuple[Choice, ...] = ()
@@ -184,5 +184,5 @@ def matching(x: Any, layout: Shard) -> tuple[Choice, ...]:
     return (Choice(x.index, match=layout, follows=True),) if is_undecided(x) else ()
 
 
-def is_cut(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     return isinstance(layout_of(x), Shard)

@@ -283,7 +283,7 @@ class Dispatcher(Mover):
             if isinstance(value, GlobalTensor) and value._mw_layout == layout and value._mw_origin is None:
                 new = value
             elif isinstance(layout, Shard):
-                new = GlobalTensor(self.cut(self.full_tensor(value), layout).clone(), layout, self)
+                new = GlobalTensor(self.shard(self.full_tensor(value), layout).clone(), layout, self)
                 self.set_strides(new, value.stride())
             else:
                 new_local = self.plain(value)

@@ -48,7 +48,7 @@ def redistributed_for(dispatcher: Dispatcher, t: Tensor, need: Need | Shard) -> 
     if need is Need.VARYING:
         return t if type(t) is Tensor and not t.requires_grad else dispatcher.varying(t)
     if isinstance(need, Shard):
-        return dispatcher.cut(t, need)
+        return dispatcher.shard(t, need)
     if need is Need.LOCAL:
         return t._mw_local if isinstance(t, GlobalTensor) else t
     if need is Need.REPLICATE:

@@ -1,7 +1,7 @@
 """``Mover``: redistributes tensors from layout to layout over one axis.
 
     full_tensor   every rank computes the same with it     plain   the full tensor, with the strides of one device
-    varying       each rank computes its part with it      cut     this rank's slice
+    varying       each rank computes its part with it      shard   this rank's slice
 
 The result of a collective is reused until something writes to the tensor. A global tensor that a fallback made may be a slice
 of a gathered one, its base: it is selected anew if the base has been written, and a write to it goes to the base as well.
@@ -74,7 +74,7 @@ class Mover:
         wide = getattr(base, "_mw_is_parameter", False)
         return self._once(base, f"_mw_entered_{id(self)}", lambda t: redistribute.copy_in(t, self.axis, wide=wide))
 
-    def cut(self, x: Tensor, layout: Shard) -> Tensor:
+    def shard(self, x: Tensor, layout: Shard) -> Tensor:
         """This rank's slice of ``x`` in ``layout``, as a local tensor."""
         if not isinstance(x, GlobalTensor):
             return redistribute.keep_slice(x, self.axis, layout)

@@ -68,7 +68,7 @@ class GlobalTensor(Tensor):
         _mw_layout: ``Shard``, ``PARTIAL``, or ``REPLICATE`` (planning only: a parameter whose layout is not decided yet).
         _mw_dispatcher: answers torch functions of this tensor.
         _mw_memo: results of collectives of this tensor, by kind, with the version of the local tensor that they belong to.
-        _mw_sources: planning only: the parameters from whose cut the cut of this tensor follows.
+        _mw_sources: planning only: the parameters from whose layouts the layout of this tensor follows.
         _mw_parameter: (name of the parameter that this tensor is, or is a slice of; for each dim the dim of the parameter).
         _mw_origin: (base, how to select this tensor from it), if a fallback made it as a view: a write goes to the base too.
         _mw_strides: the strides on one device, if the tensor is sharded (see ``alias``); None: contiguous.

@@ -42,7 +42,7 @@ def check_tp(draft: Draft) -> Draft:
         return draft
     finding = Finding(
         where="mesh.tp",
-        given=f"tp={size}, larger than every dim that could be cut: the largest dim of a parameter is {largest}",
+        given=f"tp={size}, larger than every dim that could be sharded: the largest dim of a parameter is {largest}",
         required=f"tp of at most {largest}",
         fix=f"mesh: {{dp_shard: {mesh.size}}}",
     )

@@ -112,16 +112,16 @@ def parameter_lines(draft: Draft) -> tuple[ParameterRecipe, ...]:
 
 
 def _line(draft: Draft, name: str, p: nn.Parameter, aliases: tuple[str, ...], unit: Unit) -> ParameterRecipe:
-    cuts, places = draft.cuts, draft.branches.home(name)
+    shards, places = draft.shards, draft.branches.home(name)
     is_loose = not _fits_a_unit(p) or name in draft.loose or places != (unit.place,)  # a unit lives on one mesh
-    reason = (cuts.reasons.get(name, "") if cuts is not None else "") or draft.loose.get(name, "")
+    reason = (shards.reasons.get(name, "") if shards is not None else "") or draft.loose.get(name, "")
     return ParameterRecipe(
         name=name,
         shape=tuple(p.shape),
         dtype=_spelled(p.dtype),
         requires_grad=p.requires_grad,
         aliases=aliases,
-        tp=cuts.layouts.get(name, REPLICATE) if cuts is not None and len(places) == 1 else REPLICATE,
+        tp=shards.layouts.get(name, REPLICATE) if shards is not None and len(places) == 1 else REPLICATE,
         data="loose" if is_loose else unit.data,
         unit=unit.name,
         stages=draft.homes[name],

@@ -12,18 +12,18 @@ from torch import nn
 
 from meshwright.blame import is_ours
 from meshwright.calls.hook import wrapped
-from meshwright.calls.sequence import InputCut
+from meshwright.calls.sequence import InputSharder
 from meshwright.chance import LARGEST, SMALLEST, GeneratorUse, drawing
 from meshwright.errors import Finding, PlanError, source_place
 from meshwright.names import few
-from meshwright.planning.cuts import Cuts, Style, cuts_as_said
 from meshwright.planning.draft import Draft, Run
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
+from meshwright.planning.parameter_shards import ParameterShards, Style, shards_as_said
 from meshwright.planning.passes.styles import model_styles, plan_styles
 from meshwright.planning.places import Branches
 from meshwright.planning.shadow import Shadow
-from meshwright.planning.tensor import infer_cuts
+from meshwright.planning.tensor import infer_shards
 from meshwright.planning.units import ParameterUses
 from meshwright.private import storage_of
 from meshwright.spmd.dispatcher import Dispatcher
@@ -38,20 +38,20 @@ def shard_over_tp(draft: Draft) -> Draft:
     uses = ParameterUses(draft.model, {name: modules[name] for name in units}, recomputed)
     run = _every_way(draft, run, generators, uses)
     try:
-        cuts, writing = _trunk_cuts(draft, run, styles, uses)
+        shards, writing = _trunk_shards(draft, run, styles, uses)
         if writing:
             draft = replace(draft, writing=draft.writing | writing)
             return shard_over_tp(draft.noted([_of_writing(writing)]))
     except Exception as error:  # a model may raise anything on tensors without values
         if is_ours(error) or isinstance(error, PlanError):
             raise
-        return _cuts_of_plan_only(draft.wrong(_casts(draft, uses)), styles, error, unknown)
+        return _shards_of_plan_only(draft.wrong(_casts(draft, uses)), styles, error, unknown)
     draft = draft.wrong(_casts(draft, uses))
-    drawn = generators.of_host or (cuts.reads > 0 and generators.of_torch)
-    notes = [*unknown, *_same_work(draft, cuts), *_unused(draft, uses)]
+    drawn = generators.of_host or (shards.reads > 0 and generators.of_torch)
+    notes = [*unknown, *_same_work(draft, shards), *_unused(draft, uses)]
     return replace(
         draft,
-        cuts=_branch_cuts(draft, run, styles, cuts),
+        shards=_branch_shards(draft, run, styles, shards),
         uses=uses,
         drawn=drawn,
         notes=(*notes, *draft.notes),  # notes on shards come before notes on branches
@@ -107,55 +107,57 @@ def _casts(draft: Draft, uses: ParameterUses) -> Iterator[Finding]:
 
 def _of_writing(blocks: Collection[str]) -> str:
     """A note on blocks whose inputs are not sharded over the sequence because the blocks write to them."""
-    return f"not cut over the sequence, as they write to what they are given: {few(sorted(blocks))}"
+    return f"not sharded over the sequence, as they write to what they are given: {few(sorted(blocks))}"
 
 
 def check_refused(draft: Draft) -> Draft:
     """A problem for each parameter that cannot be sharded as the plan says, or not with a piece for each rank."""
-    refused = draft.cuts.refused if draft.cuts is not None else {}
+    refused = draft.shards.refused if draft.shards is not None else {}
     return draft.wrong(
         Finding(
             where=f"modules, what is said of {name}",
             given=f"shards over tp of a parameter of shape {tuple(draft.names.parameters[name][0].shape)}: {reason}",
-            required="a parameter that can be cut, with at least one piece for each rank of tp",
+            required="a parameter that can be sharded, with at least one piece for each rank of tp",
             fix=f"{name}: {{tp: replicate}}",
         )
         for name, reason in refused.items()
     )
 
 
-def _trunk_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], uses: ParameterUses) -> tuple[Cuts, set[str]]:
-    """(the cuts outside branches, over all of tp; the blocks that write to an input that is sharded over the sequence)."""
-    input_cuts: list[InputCut] = []  # one for each pass over the forward
+def _trunk_shards(
+    draft: Draft, run: Run, styles: Mapping[str, Style], uses: ParameterUses
+) -> tuple[ParameterShards, set[str]]:
+    """(the shards outside branches, over all of tp; the blocks that write to an input that is sharded over the sequence)."""
+    input_sharders: list[InputSharder] = []  # one for each pass over the forward
     with wrapped(draft.model, blocks=draft.sequence) as calls:
 
-        def cutting(dispatcher: Dispatcher) -> AbstractContextManager[None]:
-            input_cuts.append(InputCut(dispatcher, watched=True))
-            return calls.cutting(input_cuts[-1])
+        def sharding_inputs(dispatcher: Dispatcher) -> AbstractContextManager[None]:
+            input_sharders.append(InputSharder(dispatcher, watched=True))
+            return calls.sharding_inputs(input_sharders[-1])
 
-        cuts = infer_cuts(
+        shards = infer_shards(
             draft.model,
             run,
             axis="tp",
             size=draft.plan.mesh.axis_size("tp"),
             styles=_styles_in(0, styles, draft.branches),
             names=_ids(draft),
-            seeds=cutting,
+            seeds=sharding_inputs,
             uses=uses,
         )
-    return cuts, set[str]().union(*(cut.written() for cut in input_cuts))
+    return shards, set[str]().union(*(sharder.written() for sharder in input_sharders))
 
 
-def _cuts_of_plan_only(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
+def _shards_of_plan_only(draft: Draft, styles: Mapping[str, Style], error: Exception, unknown: Sequence[str]) -> Draft:
     """The draft with the shards that the plan names, and no others, because the forward failed on tensors without values."""
     size = draft.plan.mesh.axis_size("tp")
     note = (
         f"the forward could not be followed without values ({type(error).__name__}: {str(error)[:200]}): "
         "over tp only what the plan names is sharded"
     )
-    cuts = cuts_as_said(draft.model, size=size, styles=styles, names=_ids(draft)) if size > 1 else None
+    shards = shards_as_said(draft.model, size=size, styles=styles, names=_ids(draft)) if size > 1 else None
     written = _written_alone(draft)
-    return replace(draft, cuts=cuts, written=written, notes=(*unknown, note, *draft.notes))
+    return replace(draft, shards=shards, written=written, notes=(*unknown, note, *draft.notes))
 
 
 def _written_alone(draft: Draft) -> frozenset[str]:
@@ -172,12 +174,12 @@ def _written_alone(draft: Draft) -> frozenset[str]:
     return frozenset(shadow.written | assigned)
 
 
-def _same_work(draft: Draft, cuts: Cuts) -> list[str]:
+def _same_work(draft: Draft, shards: ParameterShards) -> list[str]:
     """A note if tp has several ranks, and nothing is sharded over them."""
     size, branches = draft.plan.mesh.axis_size("tp"), draft.branches
-    if size == 1 or cuts.layouts:
+    if size == 1 or shards.layouts:
         return []
-    reasons = sorted({r for n, r in cuts.reasons.items() if r and branches.home(n) == (0,)})
+    reasons = sorted({r for n, r in shards.reasons.items() if r and branches.home(n) == (0,)})
     subject = "no parameter outside branches" if branches.places else "no parameter"
     return [f"{subject} is sharded over tp={size}: every rank of it does the same work. " + "; ".join(reasons[:3])]
 
@@ -186,8 +188,8 @@ def _unused(draft: Draft, uses: ParameterUses) -> list[str]:
     return [f"{name} is not used by the forward" for name in draft.names.parameters if name not in uses.seen]
 
 
-def _branch_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: Cuts) -> Cuts:
-    """The cuts of the trunk, together with those of each branch over its own tp axis."""
+def _branch_shards(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: ParameterShards) -> ParameterShards:
+    """The shards of the trunk, together with those of each branch over its own tp axis."""
     layouts, reasons, refused = dict(trunk.layouts), dict(trunk.reasons), dict(trunk.refused)
     for number, place in enumerate(draft.branches.places, 1):
         inside = [n for n in draft.names.parameters if draft.branches.home(n) == (number,)]
@@ -195,10 +197,10 @@ def _branch_cuts(draft: Draft, run: Run, styles: Mapping[str, Style], trunk: Cut
             reasons |= dict.fromkeys(inside, "its place has no tp axis")
             continue
         branch_styles = _styles_in(number, styles, draft.branches)
-        cuts = infer_cuts(draft.model, run, axis="tp", size=place.tp, styles=branch_styles, names=_ids(draft))
-        layouts |= {n: cuts.layouts[n] for n in inside if n in cuts.layouts}
-        reasons |= {n: cuts.reasons[n] for n in inside if n in cuts.reasons}
-        refused |= {n: cuts.refused[n] for n in inside if n in cuts.refused}
+        shards = infer_shards(draft.model, run, axis="tp", size=place.tp, styles=branch_styles, names=_ids(draft))
+        layouts |= {n: shards.layouts[n] for n in inside if n in shards.layouts}
+        reasons |= {n: shards.reasons[n] for n in inside if n in shards.reasons}
+        refused |= {n: shards.refused[n] for n in inside if n in shards.refused}
     return replace(trunk, layouts=layouts, reasons=reasons, refused=refused)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.plan import Entry
-from meshwright.planning.cuts import Style
 from meshwright.planning.draft import Draft, Names
+from meshwright.planning.parameter_shards import Style
 
 # Styles of transformers → ours.
 _TP_PLAN = {

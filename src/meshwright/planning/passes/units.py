@@ -139,7 +139,7 @@ def _sometimes_skipped(draft: Draft, uses: ParameterUses) -> set[str]:
         # The model may fail with the other answers. Units that it had not reached count as skipped, to be safe: if a rank skips
         # a unit, the others wait.
         always &= other.called.keys()
-    if draft.cuts is not None and not draft.cuts.selects and not draft.drawn:
+    if draft.shards is not None and not draft.shards.selects and not draft.drawn:
         # The forward has no masks that select: with empty masks it would be the same.
         return set(uses.candidates) - always
     other, ended = _other_forward(draft, uses, Shadow(empty=True), asked)

@@ -69,15 +69,15 @@ def compare_branches(
     planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
 
     @cache
-    def cuts(tp: int) -> Mapping[str, Shard]:
+    def shards(tp: int) -> Mapping[str, Shard]:
         """The parameters that are sharded over ``tp`` ranks without branches; if not planned, as over the next fewer ranks."""
         if tp not in planned_sizes:
-            below = cuts(max(n for n in planned_sizes if n < tp))
+            below = shards(max(n for n in planned_sizes if n < tp))
             return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
         recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
         return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
 
-    costs = [RegionCost(region, recipe.places, event_costs, rows, cuts, measured) for region in regions]
+    costs = [RegionCost(region, recipe.places, event_costs, rows, shards, measured) for region in regions]
     return Comparison(profile, tuple(map(_compared, costs)))
 
 

@@ -31,7 +31,7 @@ ONE, DATA, TENSOR, PLANNED, BEST = (
     "branches, best",
 )
 
-Cuts = Callable[[int], Mapping[str, Shard]]
+ShardsByRanks = Callable[[int], Mapping[str, Shard]]
 """Number of tensor-parallel ranks → name → shards of each parameter that is sharded over so many ranks."""
 
 
@@ -147,7 +147,7 @@ class RegionCost:
         places: the places of the plan.
         event_costs: costs of the events of the recorded forward.
         rows: rows of the recorded batch; None: it has none.
-        cuts: number of tensor-parallel ranks → shards of the parameters.
+        shards: number of tensor-parallel ranks → shards of the parameters.
         measured_seconds: (name of a branch, number of ranks) → measured seconds, in place of predicted ones.
     """
 
@@ -157,11 +157,11 @@ class RegionCost:
         places: Submeshes,
         event_costs: EventCosts,
         rows: int | None,
-        cuts: Cuts,
+        shards: ShardsByRanks,
         measured_seconds: Mapping[tuple[str, int], float],
     ) -> None:
         self.region, self.places, self.event_costs, self.rows = region, places, event_costs, rows
-        self.cuts, self.measured_seconds = cuts, measured_seconds
+        self.shards, self.measured_seconds = shards, measured_seconds
         self.profile = event_costs.profile
 
     @property
@@ -196,15 +196,15 @@ class RegionCost:
         gathered = [0] * self.ranks
         for b in self.region.branches:
             submesh = self.places[b.place]
-            cuts = self.cuts(submesh.tp) if submesh.tp > 1 else {}
-            nbytes = self._gathered(b.positions, cuts)
+            shards = self.shards(submesh.tp) if submesh.tp > 1 else {}
+            nbytes = self._gathered(b.positions, shards)
             for r in range(submesh.start, submesh.stop):
                 gathered[r] += nbytes
         return max(gathered), self._gathered(self.region.positions, {})
 
-    def _gathered(self, positions: Sequence[int], cuts: Mapping[str, Shard]) -> int:
+    def _gathered(self, positions: Sequence[int], shards: Mapping[str, Shard]) -> int:
         """Bytes that a rank gathers and reduces of the parameters of events."""
-        return self.event_costs.bytes(positions, cuts) + self.event_costs.reduced(positions, cuts)
+        return self.event_costs.bytes(positions, shards) + self.event_costs.reduced(positions, shards)
 
     # --- a branch ---------------------------------------------------------------------------------------------------
 
@@ -222,15 +222,15 @@ class RegionCost:
     def _cost_on(self, branch: Branch, mesh: Mesh) -> BranchCost:
         """The predicted cost of a branch on a mesh that no other branch uses."""
         data, tp = mesh.axis_size("dp_replicate") * mesh.axis_size("dp_shard"), mesh.axis_size("tp")
-        positions, cuts = list(branch.positions), self.cuts(tp) if tp > 1 else {}
+        positions, shards = list(branch.positions), self.shards(tp) if tp > 1 else {}
         rows = self._share(data) if branch.apart else 1.0
         spent = (
-            self.event_costs.over_tp(positions, cuts, tp, rows)
+            self.event_costs.over_tp(positions, shards, tp, rows)
             if tp > 1
             else self.event_costs.on_one_device(positions, rows)
         )
         if data > 1:
-            spent += EventCost(traffic=all_reduce(self.event_costs.reduced(positions, cuts), data, tp))
+            spent += EventCost(traffic=all_reduce(self.event_costs.reduced(positions, shards), data, tp))
         return BranchCost(spent.seconds(self.profile), spent, mesh)
 
     def _share(self, pieces: int) -> float:
@@ -261,10 +261,10 @@ class RegionCost:
         return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
     def _by_tensor(self) -> RegionStrategy:
-        cuts = self.cuts(self.ranks) if self.ranks > 1 else {}
-        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, cuts, self.ranks))
+        shards = self.shards(self.ranks) if self.ranks > 1 else {}
+        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, shards, self.ranks))
         names = self.event_costs.names(self.region.positions)
-        note = "" if any(n in cuts for n in names) else "no parameter of the region can be sharded"
+        note = "" if any(n in shards for n in names) else "no parameter of the region can be sharded"
         return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
 
     def _by_tables(self, spent: EventCost) -> EventCost:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from meshwright.graph import Event, ModelGraph
-from meshwright.hardware.profile import Profile, Work
+from meshwright.hardware.profile import CallKind, Profile
 from meshwright.layout import Shard
 from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_gather, all_reduce
 from meshwright.prediction.clock import waits_for_host
@@ -99,31 +99,31 @@ class EventCosts:
         """Names of the parameters that events use."""
         return list(dict.fromkeys(n for p in positions for n in self.graph.events[p].parameters))
 
-    def bytes(self, positions: Iterable[int], cuts: Mapping[str, Shard]) -> int:
+    def bytes(self, positions: Iterable[int], shards: Mapping[str, Shard]) -> int:
         """Bytes of the parameters that events use, on one tp rank."""
-        return sum(int(self.parameters.bytes[n] * _share(cuts.get(n))) for n in self.names(positions))
+        return sum(int(self.parameters.bytes[n] * _share(shards.get(n))) for n in self.names(positions))
 
-    def reduced(self, positions: Iterable[int], cuts: Mapping[str, Shard]) -> int:
+    def reduced(self, positions: Iterable[int], shards: Mapping[str, Shard]) -> int:
         """Bytes of the gradients of the parameters that events use, on one tp rank."""
         names = [n for n in self.names(positions) if n in self.parameters.trained]
-        return sum(int(self.parameters.reduced[n] * _share(cuts.get(n))) for n in names)
+        return sum(int(self.parameters.reduced[n] * _share(shards.get(n))) for n in names)
 
     def on_one_device(self, positions: Iterable[int], rows: float = 1.0) -> EventCost:
         """The cost on one device. ``rows``: the fraction of the rows that it runs."""
         return sum((self._spent(self.graph.events[p], rows) for p in positions), EventCost())
 
-    def over_tp(self, positions: list[int], cuts: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> EventCost:
+    def over_tp(self, positions: list[int], shards: Mapping[str, Shard], ranks: int, rows: float = 1.0) -> EventCost:
         """The cost on one of ``ranks`` tensor-parallel ranks, as in Megatron's pairs of column- and row-parallel layers.
 
         Args:
-            cuts: the parameters that are sharded.
+            shards: the parameters that are sharded.
             rows: the fraction of the rows that the rank runs.
         """
         sharded, spent = _ShardedValues(), EventCost()
         for p in positions:
             event = self.graph.events[p]
-            shards = [cuts[n] for n in event.parameters if n in cuts]
-            share = self._share_of_work(event, shards, sharded, ranks, rows)
+            layouts = [shards[n] for n in event.parameters if n in shards]
+            share = self._share_of_work(event, layouts, sharded, ranks, rows)
             spent += self._spent(event, rows, share)
         selected = set(positions)
         for number, share in sharded.shares.items():  # sharded values that other events use are gathered
@@ -184,10 +184,10 @@ class EventCosts:
         return max(1, min(2, gradients + any(n in self.parameters.trained for n in event.parameters)))
 
 
-def _kind(event: Event) -> Work:
+def _kind(event: Event) -> CallKind:
     return "attention" if "attention" in event.function else "matmul" if event.flops else "other"
 
 
-def _share(cut: Shard | None) -> float:
+def _share(shard: Shard | None) -> float:
     """The fraction of a parameter on the rank that has the most of it; 1 if it is not sharded."""
-    return 1.0 if cut is None or not cut.size else max(cut.local(r) for r in range(cut.ranks)) / cut.size
+    return 1.0 if shard is None or not shard.size else max(shard.local(r) for r in range(shard.ranks)) / shard.size

@@ -87,7 +87,7 @@ def make_gradients_dense(model: nn.Module) -> None:
             module.sparse = False
 
 
-def cut_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
+def shard_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
     """Replaces every parameter (on meta) by a DTensor over the tp mesh with this rank's local shape. Tied ones stay tied."""
     if recipe.mesh.axis_size("tp") == 1:
         return

@@ -66,7 +66,7 @@ class Product:
 def contract(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> Product:
     """A product, sharded along one label. ``labels``: the labels of each operand's dims; ``out``: those of the result."""
     choices = tuple(c for i in range(len(operands)) if (c := _choice(i, operands, labels, out)) is not None)
-    label, pieces = _cut_label(operands, labels, out)
+    label, pieces = _sharded_label(operands, labels, out)
     if label is None:
         return Product([use_replicated(x) for x in operands], REPLICATE, choices)
     uses = [
@@ -102,7 +102,7 @@ def _choice(i: int, operands: Sequence[Operand], labels: Sequence[Labels], out: 
     )
 
 
-def _cut_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
+def _sharded_label(operands: Sequence[Operand], labels: Sequence[Labels], out: Labels) -> tuple[Any, Any]:
     """(the label to shard along, its pieces), or (None, None).
 
     First comes the label along which a parameter is sharded (weights do not move), then a summed label along which all its
@@ -307,9 +307,9 @@ def _another_way(labels: list[Any], operands: list[Any], out: Labels) -> bool:
     """
     if not any(x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) for x in operands):
         return False
-    cuts = [(x.layout, names) for x, names in zip(operands, labels, strict=True)]
-    summed = [cut for cut, names in cuts if isinstance(cut, Shard) and names[cut.dim] not in out]
-    return any(1 in (cut.size, *cut.locals) for cut in summed)
+    layouts = [(x.layout, names) for x, names in zip(operands, labels, strict=True)]
+    summed = [layout for layout, names in layouts if isinstance(layout, Shard) and names[layout.dim] not in out]
+    return any(1 in (layout.size, *layout.locals) for layout in summed)
 
 
 def _sizes_differ(labels: list[Any], operands: list[Any]) -> bool:

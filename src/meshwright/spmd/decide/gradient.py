@@ -78,7 +78,7 @@ def register_hook(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dic
 
     def of_local(gradient: Tensor) -> Any:
         changed = hook(dispatcher.global_tensor(gradient, layout))
-        return None if changed is None else dispatcher.cut(changed, layout)
+        return None if changed is None else dispatcher.shard(changed, layout)
 
     return x._mw_local.register_hook(of_local)
 

@@ -1,4 +1,4 @@
-"""Indexing and splitting: runs on local tensors if the sharded dim is taken whole, or cut at borders of its fused blocks."""
+"""Indexing and splitting: runs on local tensors if the sharded dim is taken whole, or divided between its fused blocks."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def split(call: Call) -> Answer:
     pieces = [_between(layout, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     if any(f is None for f in pieces):
         return Gather(Blocks(x.index, tuple(sizes)))
-    cuts = tuple(f[1] for f in pieces if f is not None)
-    return Decision(Tensor.split, (use_local(x), [c.local(call.rank) for c in cuts], dim), {}, cuts)
+    layouts = tuple(f[1] for f in pieces if f is not None)
+    return Decision(Tensor.split, (use_local(x), [c.local(call.rank) for c in layouts], dim), {}, layouts)
 
 
 def _between(layout: Shard, start: int, stop: int) -> tuple[int, Shard] | None:
-    """(number of the first fused block in [start, stop), the layout of these blocks); None if the range cuts a block."""
+    """(number of the first fused block in [start, stop), the layout of these blocks); None if the range divides a block."""
     base, inside, covered = 0, [], 0
     for i, block in enumerate(layout.blocks):
         if start <= base and base + block <= stop:
@@ -186,7 +186,7 @@ def _follow(call: Call, x: Operand, index: tuple[Any, ...]) -> IndexResult | Gat
             item = slice(*(None if i is None else as_number(i) for i in (item.start, item.stop, item.step)))
             full = full and len(range(*item.indices(x.shape[dim]))) == x.shape[dim]
         if isinstance(layout, Shard) and dim <= layout.dim < dim + used:
-            taken = _on_cut(layout, item)
+            taken = _on_shard(layout, item)
             if taken is None:
                 return Gather(_finding(x, layout, item))
             item, of_result = _local_slice(layout, taken, call.rank), taken[1].on(len(dims))
@@ -239,8 +239,8 @@ def _explicit(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     return (*index, *rest) if at is None else (*index[:at], *rest, *index[at + 1 :])
 
 
-def _on_cut(layout: Shard, item: Any) -> tuple[int, Shard] | None:
-    """The fused blocks that a slice of the sharded dim takes, as ``_between`` gives them; None if it cuts a block."""
+def _on_shard(layout: Shard, item: Any) -> tuple[int, Shard] | None:
+    """The fused blocks that a slice of the sharded dim takes, as ``_between`` gives them; None if it divides a block."""
     if not isinstance(item, slice):
         return None
     start, stop, step = item.indices(layout.size)
@@ -250,7 +250,7 @@ def _on_cut(layout: Shard, item: Any) -> tuple[int, Shard] | None:
 
 
 def _local_slice(layout: Shard, taken: tuple[int, Shard], rank: int) -> slice:
-    """The slice of a rank's local tensor that holds its part of the blocks ``taken`` (a result of ``_on_cut``)."""
+    """The slice of a rank's local tensor that holds its part of the blocks ``taken`` (a result of ``_on_shard``)."""
     first, part = taken
     start = sum(piece[rank] for piece in layout.pieces[:first])
     return slice(start, start + part.local(rank))

@@ -100,7 +100,7 @@ def _of_rows(
     axis: Axis,
     x: Tensor,
     target: Tensor,
-    cut: Shard,
+    layout: Shard,
     reduction: str,
     dtype: torch.dtype,
     *,
@@ -110,20 +110,20 @@ def _of_rows(
     """This rank's summand of the loss, in the accumulation type, if logits are sharded over rows or over a dim after the
     classes.
 
-    ``target``, ``weight``: full tensors; ``cut``: the layout in which the target is to be taken.
+    ``target``, ``weight``: full tensors; ``layout``: the layout in which the target is to be taken.
     """
     count = _denominator(target, weight, options["ignore_index"])
-    target = cut.take(target, axis.rank)
+    target = layout.take(target, axis.rank)
     losses = functional.cross_entropy(x, target, weight=weight, reduction="none", **options)
     total = losses.sum(dtype=sum_dtype(losses.dtype))
     return total / count if reduction == "mean" else total
 
 
 def _of_rows_rounded(
-    axis: Axis, x: Tensor, target: Tensor, cut: Shard, reduction: str, dtype: Any, **options: Any
+    axis: Axis, x: Tensor, target: Tensor, layout: Shard, reduction: str, dtype: Any, **options: Any
 ) -> Tensor:
     """The whole loss, by the arguments of ``_of_rows``: the summands are added up, then rounded once."""
-    return redistribute.all_reduce(_of_rows(axis, x, target, cut, reduction, dtype, **options), axis).to(dtype)
+    return redistribute.all_reduce(_of_rows(axis, x, target, layout, reduction, dtype, **options), axis).to(dtype)
 
 
 _ELEMENTWISE = """
@@ -148,8 +148,8 @@ def elementwise(call: Call) -> Answer:
         return GATHER  # their mean divides by the weights
     if len({tuple(t.shape) for t in call.operands}) > 1:
         return GATHER
-    cuts = [t.layout for t in call.operands if isinstance(t.layout, Shard)]
-    if not cuts:
+    layouts = [t.layout for t in call.operands if isinstance(t.layout, Shard)]
+    if not layouts:
         return GATHER
     if reduction != "none":
         return Body(
@@ -157,9 +157,9 @@ def elementwise(call: Call) -> Answer:
             (func, reduction, *map(use_original, args)),
             {**options, **{k: use_original(v) for k, v in tensors.items()}},
         )
-    named_uses = {k: use_as(v, cuts[0]) for k, v in tensors.items()}
-    uses = tuple(use_as(a, cuts[0]) for a in args)
-    return Decision(func, uses, {**options, **named_uses, "reduction": "none"}, cuts[0])
+    named_uses = {k: use_as(v, layouts[0]) for k, v in tensors.items()}
+    uses = tuple(use_as(a, layouts[0]) for a in args)
+    return Decision(func, uses, {**options, **named_uses, "reduction": "none"}, layouts[0])
 
 
 def _reduced_losses(func: Any, reduction: str, *args: Any, **options: Any) -> Tensor:

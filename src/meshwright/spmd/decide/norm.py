@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn import functional
 
 from meshwright.layout import Shard
-from meshwright.spmd.decide.pointwise import Aligner, cut_of_result, of_each, rank_of
+from meshwright.spmd.decide.pointwise import Aligner, of_each, rank_of, shard_of_result
 from meshwright.spmd.decide.reduction import after_reduction
 from meshwright.spmd.decide.registry import decider, named
 from meshwright.spmd.decision import GATHER, Answer, Decision, Gather, Units, matching, use_as, use_local, use_varying
@@ -37,9 +37,11 @@ def group_norm(call: Call) -> Answer:
     width = x.shape[1] // groups
     if layout.parts > 1 or any(n % width for n in layout.pieces[0]):
         return Gather(Units(x.index, groups))
-    cut = layout.on(0)
-    args = (use_local(x), layout.local(call.rank) // width, use_as(weight, cut), use_as(bias, cut), eps)
-    return Decision(functional.group_norm, args, {}, layout, choices=(*matching(weight, cut), *matching(bias, cut)))
+    channels = layout.on(0)
+    args = (use_local(x), layout.local(call.rank) // width, use_as(weight, channels), use_as(bias, channels), eps)
+    return Decision(
+        functional.group_norm, args, {}, layout, choices=(*matching(weight, channels), *matching(bias, channels))
+    )
 
 
 @decider("normalize")
@@ -60,7 +62,7 @@ def cosine_similarity(call: Call) -> Answer:
     pair = [names["x1"], names["x2"]]
     rank = rank_of(pair)
     dim = names.get("dim", 1) % rank
-    target = cut_of_result(pair, call.func)
+    target = shard_of_result(pair, call.func)
     if target is None or target.dim == dim:
         return GATHER
     align = Aligner(target, rank)

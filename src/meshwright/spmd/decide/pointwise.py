@@ -91,7 +91,7 @@ def pointwise(call: Call) -> Answer:
     tensors = call.operands
     if any(isinstance(t.layout, Partial) for t in tensors) and _linear(call):
         return of_each(call, use_local, PARTIAL)
-    target = cut_of_result(tensors, func)
+    target = shard_of_result(tensors, func)
     if target is None:
         if func in _COPYING and (parameter := _copied_parameter(call)) is not None:
             return parameter
@@ -196,7 +196,7 @@ class Aligner:
         return use_as(x, layout)
 
 
-def cut_of_result(tensors: Sequence[Operand], func: Any) -> Shard | None:
+def shard_of_result(tensors: Sequence[Operand], func: Any) -> Shard | None:
     """The layout of the result: that of the largest sharded operand, for the broadcast shape; None if none is sharded."""
     rank, best, size = rank_of(tensors), None, -1
     for x in tensors:

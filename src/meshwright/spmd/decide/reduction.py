@@ -114,10 +114,10 @@ def softmax(call: Call) -> Answer:
     if layout.dim != dim:
         return Decision(func, (use_local(x),), names, layout)
     dtype = result_type(func, x, **names)
-    return Decision(_softmax_of_cut, (use_local(x), dim, dtype, "log_softmax" in call.name), {}, layout, axis=True)
+    return Decision(_softmax_of_shard, (use_local(x), dim, dtype, "log_softmax" in call.name), {}, layout, axis=True)
 
 
-def _softmax_of_cut(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarithm: bool) -> Tensor:
+def _softmax_of_shard(axis: Axis, x: Tensor, dim: int, dtype: torch.dtype, logarithm: bool) -> Tensor:
     """Softmax, or its logarithm, over the sharded dim: this rank's slice, in ``dtype``."""
     shifted, sums = exponentials(axis, x.to(dtype), dim)
     sums = redistribute.copy_in(sums, axis)

@@ -21,7 +21,7 @@ from meshwright.spmd.decision import (
     Decision,
     Gather,
     Units,
-    is_cut,
+    is_sharded,
     use_as,
     use_local,
     use_original,
@@ -180,7 +180,7 @@ def _filled(sizes: list[int], total: int) -> list[int]:
 
 
 def _finding(x: Operand, layout: Shard, shape: list[int]) -> Blocks | Units | None:
-    """Why a reshape is not local: the sharded dim consists of pieces that no cut may divide, or of fused blocks."""
+    """Why a reshape is not local: the sharded dim consists of pieces that no shard may divide, or of fused blocks."""
     group = reshape_group(layout.dim, tuple(x.shape), shape)
     if group is None:
         return None
@@ -285,13 +285,13 @@ def cat(call: Call) -> Answer:
     dim %= nonempty[0].dim()
     if all(isinstance(t.layout, Partial) for t in nonempty):
         return Decision(torch.cat, ([*empty, *map(use_local, nonempty)], dim), {}, PARTIAL)
-    cuts = [(t.layout, t.numel()) for t in nonempty if isinstance(t.layout, Shard)]
-    if not cuts:
+    shards = [(t.layout, t.numel()) for t in nonempty if isinstance(t.layout, Shard)]
+    if not shards:
         return Decision(torch.cat, ([*empty, *map(use_replicated, nonempty)], dim), {}, REPLICATE)
-    target = max(cuts, key=lambda pair: pair[1])[0]
+    target = max(shards, key=lambda pair: pair[1])[0]
     if target.dim != dim:
         return Decision(torch.cat, ([*empty, *(use_as(t, target) for t in nonempty)], dim), {}, target)
-    if all(is_cut(t) and t.layout.dim == dim for t in nonempty):
+    if all(is_sharded(t) and t.layout.dim == dim for t in nonempty):
         pieces = tuple(piece for t in nonempty for piece in t.layout.pieces)
         return Decision(torch.cat, ([*empty, *map(use_local, nonempty)], dim), {}, Shard(dim, pieces))
     return GATHER

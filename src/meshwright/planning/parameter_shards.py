@@ -1,4 +1,4 @@
-"""``Style``: what is known about how to cut one parameter over ``tp``. ``Cuts``: the cuts of all parameters."""
+"""``Style``: what is known about how to shard one parameter over ``tp``. ``ParameterShards``: the shards of all parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ AS_SAID = "as the plan says"
 
 @dataclass(frozen=True)
 class Style:
-    """What is known about how to cut a parameter.
+    """What is known about how to shard a parameter.
 
     Attributes:
         kind: ``auto``, ``column``, ``row``, ``shard`` (of ``dim``) or ``replicate``.
-        dim: the parameter's dim to cut, if kind is ``shard``.
+        dim: the parameter's dim to shard, if kind is ``shard``.
         blocks: sizes of the fused blocks along that dim, or the number of equal blocks.
         units: the number of indivisible pieces in each block (attention heads, for example).
         forced: whether the plan says so, rather than the planner.
@@ -36,15 +36,15 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """The cuts of a model's parameters.
+class ParameterShards:
+    """The shards of a model's parameters.
 
     Attributes:
-        layouts: parameter → its cut; parameters that are not cut have no entry.
-        reasons: parameter → why it is cut so, or not cut.
+        layouts: parameter → its layout; replicated parameters have no entry.
+        reasons: parameter → why it is sharded so, or replicated.
         ledger: the collectives of the last forward.
         reads: how many values the last forward read.
-        refused: parameter → why it cannot be cut as the plan says.
+        refused: parameter → why it cannot be sharded as the plan says.
         selects: how many sizes in the last forward depended on values (of tensors that masks select, for example).
     """
 
@@ -57,13 +57,13 @@ class Cuts:
 
 
 def dims_of_style(kind: str, rank: int) -> list[int]:
-    """The dims that ``column`` or ``row`` may cut, best first. Torch's weights have dims (output, input, …)."""
+    """The dims that ``column`` or ``row`` may shard, best first. Torch's weights have dims (output, input, …)."""
     dims = list(range(rank))
     return dims if kind == "column" else [*dims[1:2], *dims[:1], *dims[2:]]
 
 
-def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
-    """The cut of a dim of ``size`` elements that respects a style's blocks and indivisible pieces; or why there is none."""
+def shard_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
+    """The layout of a dim of ``size`` elements that respects a style's blocks and indivisible pieces; or why there is none."""
     blocks = style.blocks or (size,)
     if isinstance(blocks, int):
         if size % blocks:
@@ -77,8 +77,10 @@ def cut_in_style(style: Style, dim: int, size: int, ranks: int) -> Shard | str:
     return even_shard(dim, blocks, ranks, style.units)
 
 
-def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]) -> Cuts:
-    """The cuts that the plan names, and no others. For a forward that cannot be followed without values."""
+def shards_as_said(
+    model: nn.Module, *, size: int, styles: Mapping[str, Style], names: Mapping[int, str]
+) -> ParameterShards:
+    """The shards that the plan names, and no others. For a forward that cannot be followed without values."""
     layouts: dict[str, Shard] = {}
     refused: dict[str, str] = {}
     for p in model.parameters():
@@ -86,19 +88,19 @@ def cuts_as_said(model: nn.Module, *, size: int, styles: Mapping[str, Style], na
         style = styles[name]
         if not style.forced or (dim := _dim_of_style(style, p.dim())) is None:
             continue
-        cut = cut_in_style(style, dim, p.shape[dim], size)
-        if isinstance(cut, Shard):
-            layouts[name] = cut
+        layout = shard_in_style(style, dim, p.shape[dim], size)
+        if isinstance(layout, Shard):
+            layouts[name] = layout
         else:
-            refused[name] = cut
+            refused[name] = layout
     reasons = {
         n: AS_SAID if n in layouts or (s.forced and s.kind == "replicate") else s.reason for n, s in styles.items()
     }
-    return Cuts(layouts, reasons, Ledger(), 1, refused, 1)
+    return ParameterShards(layouts, reasons, Ledger(), 1, refused, 1)
 
 
 def _dim_of_style(style: Style, rank: int) -> int | None:
-    """The dim that a style cuts, of a parameter with ``rank`` dims; None for a vector (a bias) in style column or row."""
+    """The dim that a style shards, of a parameter with ``rank`` dims; None for a vector (a bias) in style column or row."""
     if style.kind == "shard":
         return style.dim if style.dim is not None and style.dim < rank else None
     return dims_of_style(style.kind, rank)[0] if style.kind in ("column", "row") and rank > 1 else None
