@@ -1,4 +1,4 @@
-"""Which parameters are cut: the plan's word is obeyed, whatever a model's forward does with a weight before it is used."""
+"""Which parameters are sharded: the plan's word is obeyed, whatever a model's forward does with a weight before it is used."""
 
 from __future__ import annotations
 
@@ -250,3 +250,21 @@ def test_a_bug_of_ours_in_planning_is_raised_and_is_no_note(mesh: str, part: Any
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyError, match="no such key"):
         patched.setattr(part, name, names["asked"])
         mw.make_recipe(Decides, mesh, batch())
+
+
+class Parts(nn.Module):
+    """A linear whose output is a stack of parts, of which the forward takes each by its number."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts, self.up, self.down = parts, nn.Linear(8, parts * 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stack = self.up(x).unflatten(-1, (self.parts, 16))
+        return self.down(sum(torch.tanh(stack[..., i, :]) for i in range(self.parts))).square().mean()
+
+
+@pytest.mark.parametrize(("parts", "layout"), [(3, "Shard(0, parts=3)"), (8, "Shard(0, parts=8)"), (9, "Replicate")])
+def test_each_of_a_few_parts_is_sharded_by_itself_and_of_many_positions_none(parts: int, layout: str) -> None:
+    recipe = mw.make_recipe(partial(Parts, parts), {"mesh": {"tp": 2}}, (torch.randn(4, 8),), lambda y: y)
+    assert str(recipe.by_name["up.weight"].tp) == layout

@@ -39,6 +39,13 @@ from meshwright.spmd.autograd_functions import custom_functions
 from meshwright.spmd.comm import Ledger, PlannedAxis
 from meshwright.spmd.dispatcher import Dispatcher
 
+# Each pass but the last learns something about a family, and a family's style changes ``planner._PATIENCE`` times at most.
+# Only a mistake of ours, or a model of hundreds of families that all change, needs more passes.
+_MOST_PASSES = 400
+# A table of an embedding is sharded over its rows if it has at least one in so many of the elements of the largest parameter.
+# The memory of a smaller one is not worth an all-reduce.
+_LARGE = 8
+
 
 def infer_shards(
     model: nn.Module,
@@ -121,13 +128,12 @@ def _followed(
     families: Mapping[str, str],
     seeds: Callable[[Dispatcher], Any] | None,
     uses: ParameterUses | None,
-    passes: int = 400,
 ) -> SettledForward:
     learnt: dict[str, Style] = {}
     news: dict[str, int] = {}
     asked, decisions = ShapeEntries(), Decisions()  # caches: results on meta and decisions are the same in each pass
-    large = max((p.numel() for p in model.parameters()), default=0) // 8
-    for _ in range(passes):
+    large = max((p.numel() for p in model.parameters()), default=0) // _LARGE
+    for _ in range(_MOST_PASSES):
         planner = Planner(PlannedAxis(axis, size, 0, Ledger()), names, styles, learnt, news, large, model)
         planner.take(decisions)
         planner.families = families
@@ -152,4 +158,4 @@ def _followed(
             uses.written |= shadow.written
             uses.differentiates |= functions.differentiates or planner.differentiates
         return SettledForward(planner, shadow.reads, shadow.sized + shadow.measured)
-    raise RuntimeError(f"no stable shards after {passes} passes over the forward")
+    raise RuntimeError(f"no stable shards after {_MOST_PASSES} passes over the forward")

@@ -256,9 +256,14 @@ def _local_slice(layout: Shard, taken: tuple[int, Shard], rank: int) -> slice:
     return slice(start, start + part.local(rank))
 
 
+# A dim of at most so many elements of which the model takes one by its number is a stack of parts: query, key and value, or the
+# gates of an LSTM. Each is sharded by itself. In a larger one, a number picks a position: a token, a time step.
+_FEW_PARTS = 8
+
+
 def _finding(x: Operand, layout: Shard, item: Any) -> Blocks | None:
     """The fused blocks that the sharded dim would need for this item of an index to be local; None if no blocks help."""
-    if isinstance(item, int) and layout.size <= 8:
+    if isinstance(item, int) and layout.size <= _FEW_PARTS:
         return Blocks(x.index, (1,) * layout.size)
     if not isinstance(item, slice):
         return None
