@@ -282,7 +282,7 @@ class Forces(nn.Module):
         return self.last(h).square().mean()
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2", "dp_shard=2,tp=2", "pp=2"])
 def test_a_block_may_ask_for_a_gradient_within_its_forward(mesh: str, workers: LocalWorkers) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     report = mw.check(

@@ -72,7 +72,10 @@ class RecomputedForward:
         if not torch.is_grad_enabled() or transforming():  # (torch.func drops and makes again what it pleases)
             return self.forward(*args, **kwargs)
         # ``_Run`` keeps the arguments, not ``checkpoint``, which refuses arguments that the forward writes to.
-        return checkpoint(_Run(self, args, kwargs), use_reentrant=False, preserve_rng_state=False)
+        run = _Run(self, args, kwargs)
+        result = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        run.raise_error()
+        return result
 
     def may_write(self, count: int) -> Collection[int]:
         """Indices of the tensors, ``count`` in all, to which a forward may write: in the first forward it is unknown."""
@@ -86,16 +89,36 @@ class RecomputedForward:
 
 
 class _Run:
-    """One forward of a module, and its recompute."""
+    """One forward of a module, and its recompute.
+
+    ``checkpoint`` is to return, also if the forward fails: before torch 2.13, an error that passes through it leaves its hooks
+    for saved tensors on for as long as the traceback lives, and other forwards would save their tensors to this checkpoint.
+    """
 
     def __init__(self, recomputed: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._recomputed, self._first = recomputed, (args, kwargs)
         self._kept: KeptArguments | None = None
         self._state: ModuleState
         self._random: State
+        self._error: BaseException | None = None  # of the forward
 
     def __call__(self) -> Any:
-        return self._begin() if self._kept is None else self._again(self._kept)
+        if self._kept is not None:
+            return self._again(self._kept)
+        try:
+            return self._begin()
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def raise_error(self) -> None:
+        """Raises the error of the forward, if there was one."""
+        if self._error is None:
+            return
+        try:
+            raise self._error
+        finally:
+            self._error = None  # its traceback has this frame
 
     def _begin(self) -> Any:
         recomputed = self._recomputed
