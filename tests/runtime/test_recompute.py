@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.calls.hook import ModuleCalls
@@ -288,4 +289,39 @@ def test_a_block_may_ask_for_a_gradient_within_its_forward(mesh: str, workers: L
     report = mw.check(
         Forces, (x,), {"mesh": mesh, "recompute": "blocks"}, workers=workers, dtype=torch.float64, steps=2
     )
+    assert report, report
+
+
+class Cornered(nn.Module):
+    """A checkpoint of the model's own that recomputes within the forward, and a corner in a number of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 6), Force(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = h + checkpoint(lambda h: self.block(h.float()), h, use_reentrant=False)
+        h = self.last(h)
+        return h.square().mean() + (h.mean(0).sum() - 100).relu()
+
+
+def rows_of_job(mesh: str) -> str:
+    job = mw.parallelize(Cornered, mesh, batch=(torch.randn(2, 6),), loss=lambda y: y)
+    seed = job.recipe.mesh.data_index(job.rank)
+    job.step((torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)),))
+    return job.rows
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_shard=2,tp=2"])
+def test_a_trial_follows_a_forward_that_recomputes(mesh: str, workers: LocalWorkers) -> None:
+    """What is recomputed runs under the trial's modes, to its end: else the trial failed, and nothing followed from it."""
+    ranks = mw.Plan.parse(mesh).mesh.size
+    assert set(workers.run(rows_of_job, mesh, ranks=ranks)) == {"coupled"}
+
+
+def test_a_forward_that_recomputes_is_judged_in_float64(workers: LocalWorkers) -> None:
+    """Also if it casts to float32 in what is recomputed."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    report = mw.check(Cornered, (x,), "dp_replicate=2", workers=workers, dtype=torch.float64, steps=2)
     assert report, report

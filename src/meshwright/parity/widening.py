@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.private import function_mode_at, function_modes
+from meshwright.spmd.autograd_functions import FunctionMode, Segment, recomputations
 
 
 class Widening(FunctionMode):
@@ -21,6 +23,18 @@ class Widening(FunctionMode):
             func = Tensor.double
         args = tuple(_widened(a) for a in args)
         return func(*args, **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _also_again(mode: Widening, function: Segment, args: tuple[Any, ...]) -> tuple[Segment, tuple[Any, ...]]:
+    """(the function to checkpoint, its arguments), so that ``mode`` is on when a backward runs the function again. The mode is
+    off while it answers a call of the backward."""
+
+    def again(*kept: Any, **named: Any) -> Any:
+        is_on = any(function_mode_at(i) is mode for i in range(function_modes()))
+        with nullcontext() if is_on else mode:
+            return function(*kept, **named)
+
+    return again, args
 
 
 def _widened(x: Any) -> Any:
@@ -43,7 +57,7 @@ def widened(dtype: torch.dtype) -> Iterator[None]:
     default_before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Widening():
+        with Widening() as mode, recomputations(partial(_also_again, mode)):
             yield
     finally:
         torch.set_default_dtype(default_before)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.private import pytree, storage_of
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
@@ -53,6 +54,9 @@ _LOOKUPS = frozenset(
 def in_float64(*, perturbed: bool, written: Collection[Tensor] = ()) -> Iterator[None]:
     """While on, torch functions compute in float64.
 
+    A checkpoint that recomputes within it runs to its end: the error by which it would stop earlier comes out of a torch
+    function, and would be taken for a refusal of float64.
+
     Args:
         perturbed: whether parameters have slightly changed values, which are equal in every forward.
         written: the parameters that a forward may write to.
@@ -60,7 +64,7 @@ def in_float64(*, perturbed: bool, written: Collection[Tensor] = ()) -> Iterator
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Mode(perturbed=perturbed, written=written):
+        with set_checkpoint_early_stop(False), Float64Mode(perturbed=perturbed, written=written):
             yield
     finally:
         torch.set_default_dtype(default_dtype)

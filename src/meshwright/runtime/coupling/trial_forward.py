@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from meshwright.private import python_body, pytree
 from meshwright.spmd.autograd_functions import FunctionMode
+from meshwright.spmd.decide.gradient import RECOMPUTING
 
 
 class GradientsAskedError(BaseException):
@@ -58,9 +59,12 @@ class TrialForward(FunctionMode):
                 kwargs["dropout_p"] = 0.0
         if name in _RECURRENT:
             args = tuple(0.0 if isinstance(a, float) else a for a in args)  # the only float among them is the dropout
-        if getattr(func, "__module__", "") == functional.__name__ and (body := python_body(func)) is not None:
-            with self:  # so that the mode sees the dropout in torch's own attention
-                return body(*args, **kwargs)
+        if func in RECOMPUTING or getattr(func, "__module__", "") == functional.__name__:
+            body = python_body(func)
+            if body is not None:
+                # This mode and those below see the dropout in torch's own attention, and what a backward recomputes.
+                with self:
+                    return body(*args, **kwargs)
         result = func(*args, **kwargs)
         if name in _DRAWING and isinstance(result, Tensor) and not result.is_meta:
             self._draws += 1

@@ -67,6 +67,10 @@ def backward(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str
 ENGINES = {torch.autograd.grad: grad, torch.autograd.backward: backward}
 ANSWERS.update(ENGINES)
 
+RECOMPUTING = frozenset([*ENGINES, Tensor.backward])
+"""Functions under which a checkpoint may run a part of the forward again. A mode that is to see that part stays on for them: it
+calls their ``private.python_body``."""
+
 
 @answer("register_hook")
 def register_hook(dispatcher: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
