@@ -1160,3 +1160,30 @@ def test_what_picks_from_numbers_of_all_rows_couples_them_whatever_it_picks_now(
     of_each, of_all = workers.run(rows_of_picks, ranks=2)[0]
     assert of_each == dict.fromkeys(OF_EACH_ROW, "mean")
     assert of_all == dict.fromkeys(OF_ALL_ROWS, "coupled")
+
+
+class Suspicious(nn.Module):
+    """Raises an error where a corner is not as torch has it, and so in a trial whose values are bent there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        positive = F.relu(h)
+        if not torch.equal(positive, h * (h > 0)):
+            raise RuntimeError("a relu that is none")
+        return positive.mean() + (h.mean() - 100).relu()
+
+
+def rows_of_suspicious():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    job = mw.parallelize(Suspicious, "dp_shard=2", batch={"x": x[:4]}, loss=lambda y: y)
+    job.step({"x": x[4 * job.rank : 4 * job.rank + 4]})
+    return job.rows, job.notes
+
+
+def test_rows_run_together_if_what_acts_on_them_all_could_not_be_tried(workers):
+    rows, (note,) = workers.run(rows_of_suspicious, ranks=2)[0]
+    assert rows == "coupled" and "could not be tried (RuntimeError: a relu that is none" in note

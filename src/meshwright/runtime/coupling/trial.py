@@ -155,7 +155,8 @@ def _acts(line: str) -> str:
 
 def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | None:
     """The reason, if the model acts on a number of all rows in a way that the compared losses do not show (bending.py,
-    custom_backward.py); empty if only another rank saw it. None if the model does not."""
+    custom_backward.py), or if its forward fails with bent values; empty if only another rank saw it. None if the model does
+    not."""
     # Stages keep their graphs themselves. A forward that fails with hooks on saved tensors runs with a full graph.
     has_graph = forwards.backward and not forwards.in_parts
     for gradients in (graph_alone, torch.enable_grad) if has_graph else (torch.no_grad,):
@@ -170,8 +171,9 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
         outcome = _tried(attempt, forwards)
         if outcome.most != _FAILED:
             break
-    if outcome.most >= _NOT_FINITE:  # the forward fails with bent values: nothing can be concluded
-        return None
+    if outcome.most >= _NOT_FINITE:
+        # It may act on a number of all rows or not: rows run together, which is right in both cases.
+        return f"whether it acts on a number of all rows could not be tried ({outcome.why or 'a loss is not finite'})"
     of_all, of_first, of_rest = seen[:3]
     if outcome.kind != kind:
         return _acts(next((of_all.corners[i].line for i in of_all_rows(of_all.corners, of_first.corners)), ""))
