@@ -100,8 +100,15 @@ class Recurrent(nn.Module):
         state[i].mul_(0.5).add_(h.detach().sum(0))
         return x
 
+    def beside(self, cell: Any, x: Tensor, state: dict[str, Any], i: int) -> Tensor:
+        """A list that grows, before a tensor that is written in place."""
+        x, h = cell(x, state["sum"].expand_as(x).clone())
+        state["grown"].append(h.detach().mean(0))
+        state["sum"].mul_(0.5).add_(h.detach().sum(0))
+        return x
 
-KINDS = ("items", "popped", "written", "grows", "counts", "attributes", "means", "averages", "sums")
+
+KINDS = ("items", "popped", "written", "grows", "counts", "attributes", "means", "averages", "sums", "beside")
 
 
 def first_state(kind: str, rows: int) -> Any:
@@ -111,12 +118,15 @@ def first_state(kind: str, rows: int) -> Any:
         "counts": {"h": zeros[0], "n": 0}, "means": {"mean": torch.zeros(WIDTH, dtype=torch.float64)},
         "averages": {"rows": 1, **{f"mean{i}": torch.zeros(WIDTH, dtype=torch.float64) for i in range(DEPTH)}},
         "sums": [torch.zeros(WIDTH, dtype=torch.float64) for i in range(DEPTH)],
+        "beside": {"grown": [], "sum": torch.zeros(WIDTH, dtype=torch.float64)},
     }[kind]  # fmt: skip
 
 
 def contents(state: Any) -> list[Any]:
     if isinstance(state, list):
         return list(state)
+    if isinstance(state, dict) and "grown" in state:
+        return [*state["grown"], state["sum"]]
     return list(state.values()) if isinstance(state, dict) else [vars(state)[f"h{i}"] for i in range(DEPTH)]
 
 
@@ -150,6 +160,7 @@ OFTEN = {
     ("averages", "pp=2"),
     ("sums", "microbatches"),
     ("items", "tp=2"),
+    ("beside", "pp=2"),
 }
 
 

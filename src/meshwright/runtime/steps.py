@@ -32,11 +32,9 @@ from meshwright.runtime.rows.batch import (
     rows_in_another_dim,
     spelled_form,
     tensors_in,
-    versions,
-    with_new_tensors,
     with_shared,
 )
-from meshwright.runtime.rows.collectives import write_back
+from meshwright.runtime.rows.collectives import GatheredInputs
 from meshwright.runtime.rows.containers import NOTE as CONTAINER_NOTE
 from meshwright.runtime.rows.containers import BatchContainers, has_containers
 from meshwright.runtime.rows.input_gradients import InputGradients, with_leaves
@@ -144,7 +142,8 @@ class Steps:
     ) -> tuple[list[Tensor], Tensor]:
         """Returns (the scaled losses of this rank's microbatches, the loss of the batch). ``given``: the caller's batch."""
         runner, division = self._runner, self._division
-        batch_inputs, versions_before = with_new_tensors(microbatches.batches[0]), versions(microbatches.batches)
+        first = microbatches.first_row
+        gathered = None if first is None else GatheredInputs(microbatches.batches[0], batch, first)
         gradients, as_given = InputGradients(given, batch, microbatches), microbatches
         containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
         if containers is not None:
@@ -157,10 +156,10 @@ class Steps:
                 if runner.recipe.mesh.data_size * runner.recipe.microbatches > 1:
                     _note_rows(error, batch)
                 raise
-        if microbatches.first_row is not None:
-            write_back(batch_inputs, versions_before, batch, microbatches.first_row)
+        if gathered is not None:
+            gathered.write_back()
         if containers is not None:
-            repeated = containers.give_back(given, rows_of(batch), microbatches.first_row, full_tensor)
+            repeated = containers.give_back(given, rows_of(batch), first, full_tensor)
             self._container_note = self._container_note if repeated else CONTAINER_NOTE
         if backward and not runner.recipe.branches:
             gradients.give(runner.groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from meshwright.runtime.rows.batch import (
     has_rows,
     mapped,
     tensors_in,
+    versions,
+    with_new_tensors,
     with_tensors,
     written_tensors,
 )
@@ -99,16 +100,23 @@ def _gathered(t: Tensor, rows: int, sizes: list[int], group: dist.ProcessGroup) 
     return torch.cat(rows_of_each).requires_grad_(t.requires_grad)
 
 
-@torch.no_grad()
-def write_back(gathered: Any, before: Sequence[int | None], batch: Any, first: int) -> None:
-    """Copies the writes of a forward to the gathered rows back to this rank's own rows, as they would be on one device.
+class GatheredInputs:
+    """The gathered rows before a forward, and this rank's own rows in them. The forward may add tensors to the batch.
 
     Args:
-        gathered: the batch of all rows; ``before``: its ``versions`` when it was gathered.
+        gathered: the batch of all rows.
         batch: this rank's rows; ``first``: the index of the first of them in ``gathered``.
     """
-    local, all_rows, rows = tensors_in(batch), tensors_in(gathered), rows_of(batch)
-    for i in written_tensors(gathered, before):
-        value = all_rows[i][first : first + rows] if has_rows(local[i], rows) else all_rows[i]
-        if value.data_ptr() != local[i].data_ptr():  # (with one data rank nothing is gathered)
-            local[i].copy_(value)
+
+    def __init__(self, gathered: Any, batch: Any, first: int) -> None:
+        self._gathered, self._before = with_new_tensors(gathered), versions(gathered)
+        self._own, self._rows, self._first = tensors_in(batch), rows_of(batch), first
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copies the writes of the forward to the gathered rows to this rank's own rows, as they would be on one device."""
+        all_rows, first, rows = tensors_in(self._gathered), self._first, self._rows
+        for i in written_tensors(self._gathered, self._before):
+            value = all_rows[i][first : first + rows] if has_rows(self._own[i], rows) else all_rows[i]
+            if value.data_ptr() != self._own[i].data_ptr():  # (with one data rank nothing is gathered)
+                self._own[i].copy_(value)
