@@ -1187,3 +1187,27 @@ def rows_of_suspicious():
 def test_rows_run_together_if_what_acts_on_them_all_could_not_be_tried(workers):
     rows, (note,) = workers.run(rows_of_suspicious, ranks=2)[0]
     assert rows == "coupled" and "could not be tried (RuntimeError: a relu that is none" in note
+
+
+class FarFromCorner(nn.Module):
+    """A corner in a mean of all rows, of which all means are far away, and near to each other."""
+
+    def __init__(self, corner):
+        super().__init__()
+        self.corner, self.linear = corner, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h.square().mean() + (h.mean() - self.corner).relu()
+
+
+def rows_of_far(corner):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    job = mw.parallelize(partial(FarFromCorner, corner), "dp_shard=2", batch={"x": x[:4]}, loss=lambda y: y)
+    job.step({"x": x[4 * job.rank : 4 * job.rank + 4]})
+    return job.rows
+
+
+@pytest.mark.parametrize("corner", [50.0, 5000.0])
+def test_a_corner_far_from_all_values_couples_rows(corner, workers):
+    assert workers.run(rows_of_far, corner, ranks=2)[0] == "coupled"

@@ -325,3 +325,26 @@ def test_a_forward_that_recomputes_is_judged_in_float64(workers: LocalWorkers) -
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     report = mw.check(Cornered, (x,), "dp_replicate=2", workers=workers, dtype=torch.float64, steps=2)
     assert report, report
+
+
+class Adapts(nn.Module):
+    """A backward within the forward, through a checkpoint, to what is added to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = torch.zeros_like(x).requires_grad_()
+        own = checkpoint(self.net, x.detach() + added, use_reentrant=False).square().mean(-1).sum()
+        if torch.is_grad_enabled():
+            own.backward(inputs=[added])
+        more = 0.0 if added.grad is None else added.grad.detach()
+        return self.net(x + more).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+def test_a_backward_within_the_forward_may_recompute(mesh: str, workers: LocalWorkers) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    report = mw.check(Adapts, (x,), mesh, workers=workers, dtype=torch.float64, steps=2)
+    assert report, report

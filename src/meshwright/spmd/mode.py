@@ -28,7 +28,7 @@ from meshwright.spmd.autograd_functions import (
     with_changed_tensors,
 )
 from meshwright.spmd.decide.gradient import ENGINES
-from meshwright.spmd.dispatcher import Dispatcher, full_tensor
+from meshwright.spmd.dispatcher import Dispatcher, engine_of_torch, full_tensor
 from meshwright.spmd.signature import read_call
 from meshwright.spmd.tensor import GlobalTensor, first_global_tensor, local_of
 from meshwright.spmd.torch_functions import CHANGES_GRADIENT, FACTS, OF_ITSELF, SET_DATA
@@ -144,6 +144,9 @@ class GlobalTensorMode(FunctionMode):
         """Answers a call of a function in ``SPECIAL``, or any call within a transform of ``torch.func``."""
         if func == SET_DATA and (answer := self._set_data(*args)) is not NotImplemented:
             return answer
+        if func is Tensor.backward:  # calls ``torch.autograd.backward``, which this mode is to see
+            with self:
+                return engine_of_torch(func)(*args, **kwargs)
         if func in OF_ITSELF:
             first = first_global_tensor(args)
             return func(*args, **kwargs) if first is None else self.answer(first._mw_dispatcher, func, args, kwargs)

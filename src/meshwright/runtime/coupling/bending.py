@@ -381,8 +381,14 @@ def _has_fractions(t: Tensor) -> bool:
 
 
 def _bump(at: Tensor) -> Tensor:
-    """An elementwise function that is linear nowhere, and small for large values."""
-    return 1 / (1 + at.square())
+    """An elementwise function between 0 and 1 that is linear nowhere, neither for small nor for large values. (Infinite values
+    count as large ones.)
+
+    The waves are short: two means that differ by 1e-4 of their size (of normalized activations, say; or far from a corner) get
+    different results. If the function were nearly linear between them, that of the mean of all rows would be the mean of those
+    of the parts.
+    """
+    return 0.5 * (1 + torch.sin(_WAVES * at.abs().log1p().clamp(max=1e3)))
 
 
 def _picked_from(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -416,14 +422,8 @@ def _bend(t: Any, at: Any) -> Any:
 
 
 def _bend_stop(t: Tensor) -> Tensor:
-    """``_bend`` for a value of any size: a large one (a sum over many rows) is changed by the same share as a small one (a
-    mean). Infinite values are unchanged.
-
-    The waves are short: two means that differ by 1e-4 (of normalized activations, say) are changed by different shares. If the
-    share were nearly linear between two means, the bent mean of all rows would be the mean of the bent means of the parts.
-    """
-    wave = 0.5 * _BEND * (1 + torch.sin(_WAVES * torch.log1p(t.abs()).clamp(max=1e3)))
-    return torch.where(t == 0, _BEND, t * (1 - wave)).to(t.dtype)
+    """``_bend`` for a value by itself. Infinite values are unchanged."""
+    return torch.where(t == 0, _BEND, t * (1 - _BEND * _bump(t))).to(t.dtype)
 
 
 def _reduced(each: Tensor, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
