@@ -1,9 +1,9 @@
 """``apply``: turns a recipe into a job, in this order:
 
 1  build on meta         deferred: no rank allocates the full model
-2  shard                 runtime/weights/parameters.py: DTensors of tensor parallelism
+2  shard over tp         runtime/weights/parameters.py: DTensors of tensor parallelism
 3  wrap module calls     calls/hook.py: activation checkpointing, sequence parallelism, this rank's part of a forward
-4  shard                 runtime/weights/fsdp.py: FSDP2 on units, then on the root
+4  shard over data       runtime/weights/fsdp.py: FSDP2 on units, then on the root
 5  allocate and fill     runtime/weights/parameters.py: each rank fills its slices of the one-device values
 6  spmd                  the SPMD mode, under which the model's forward sees full tensors
 """

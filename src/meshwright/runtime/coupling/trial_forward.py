@@ -62,7 +62,7 @@ class TrialForward(FunctionMode):
         if func in RECOMPUTING or getattr(func, "__module__", "") == functional.__name__:
             body = python_body(func)
             if body is not None:
-                # This mode and those below see the dropout in torch's own attention, and what a backward recomputes.
+                # The trial's modes stay on for the dropout in torch's own attention, and for what a backward recomputes.
                 with self:
                     return body(*args, **kwargs)
         result = func(*args, **kwargs)

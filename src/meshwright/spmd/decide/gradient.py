@@ -68,8 +68,8 @@ ENGINES = {torch.autograd.grad: grad, torch.autograd.backward: backward}
 ANSWERS.update(ENGINES)
 
 RECOMPUTING = frozenset([*ENGINES, Tensor.backward])
-"""Functions under which a checkpoint may run a part of the forward again. A mode that is to see that part stays on for them: it
-calls their ``private.python_body``."""
+"""Functions of autograd in which a checkpoint may run a part of the forward again. A mode that answers them is off meanwhile;
+one that is to see that part runs their ``private.python_body`` under itself."""
 
 
 @answer("register_hook")
