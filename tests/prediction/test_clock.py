@@ -94,16 +94,22 @@ def test_a_group_is_named_by_the_axes_along_which_it_lies():
 
 
 def test_a_job_s_own_time_is_the_host_s():
-    """Of a CPU: 2 for the action, 3 for a gather by FSDP2, 5 for a collective of tp, 1 for each function."""
+    """Of a CPU: 2 for the action, 3 for a gather by FSDP2, 5 for a collective of tp, 4 for a send, 1 for each function."""
     times = {"host": 1.0, "host_unit": 3.0, "host_collective": 5.0, "job_action": 2.0, "job_step": 7.0, "cores": 1}
     events = [gather(1.0), matmul(1.0), Collective("all_reduce", 10**9, (0, 2))]
     spent = forward(events, mesh="tp=2,dp_shard=2", **times)
     assert spent.host.seconds == pytest.approx(2 + 3 + 5 + 1)
+    sends = [Collective(kind, 10**6, (0, 1)) for kind in ("send", "recv")]
+    assert forward(sends, mesh="pp=2", **times).host.seconds == 2 + 2 * 5
+    assert forward(sends, mesh="pp=2", **times, host_send=4.0).host.seconds == 2 + 2 * 4
     begin, *_ = Clock(profile(**times), Mesh.parse("tp=2")).phases(Trace([Began("step 1"), Began(Action(0, "F", 0))]))
     assert begin.spent.host.seconds == 7
 
 
-@pytest.mark.parametrize(("mesh", "seconds"), [("dp_shard=2", 3.0), ("tp=2", 3.0), ("pp=2", 2.0), ("dp_shard=1", 2.0)])
+@pytest.mark.parametrize(
+    ("mesh", "seconds"),
+    [("dp_shard=2", 3.0), ("tp=2", 3.0), ("dp_replicate=2", 2.0), ("pp=2", 2.0), ("dp_shard=1", 2.0)],
+)
 def test_functions_over_dtensors_have_a_time_of_their_own_in_an_update(mesh, seconds):
     trace = Trace([Began("step 1"), Began("optimizer"), Op("add_", "other", 0, 0, "float32")])
     times = {"host": 1.0, "host_update": 2.0, "host_sharded": 3.0, "cores": 1}

@@ -12,7 +12,7 @@ def test_the_host_s_part_of_a_job(workers):
     plain = calibrate(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**18), rounds=3, budget=0.1)
     measured = job_costs(plain, workers, steps=5)
     assert 1e-7 < measured.host < 1e-2 and 1e-7 < measured.host_backward < 1e-2
-    assert 0 < measured.host_unit < 1 and 0 < measured.host_update < 1e-2
+    assert 0 < measured.host_unit < 1 and 0 < measured.host_send < 1 and 0 < measured.host_update < 1e-2
     assert measured.host_sharded > measured.host_update  # DTensor's dispatch is Python
     assert 0 < measured.update_fraction <= 1
     assert measured.node == plain.node and measured.peak == plain.peak
@@ -24,7 +24,7 @@ def test_the_device_s_fraction_of_an_update_is_the_difference_between_a_wide_and
     """The host's part is the same in both. On a busy machine a fraction may come out above 1 or below 0."""
 
     def run(update: float, device: float) -> _JobRun:
-        return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0)
+        return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0, {})
 
     assert fraction_of_updates(run(1.0, 0.0), run(wide, 10.0)) == fraction
 

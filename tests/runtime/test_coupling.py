@@ -486,6 +486,16 @@ class Remembers(Keeping):
         return x if self.before is None else x + self.before.mean((0, 1)), 0.0
 
 
+class Steady(Keeping):
+    """Refuses tokens whose mean is far from that of the forward before."""
+
+    def keep(self, x):
+        mean = x.mean((0, 1))
+        if self.last is not None and not torch.allclose(mean, self.last):
+            raise RuntimeError("the tokens drift")
+        self.last = mean
+
+
 def kept_after_steps(builds, plan):
     """For each model what the trial came to, the notes, and the losses of three steps here and on one device."""
     found = []
@@ -504,11 +514,12 @@ def kept_after_steps(builds, plan):
     ids=str,
 )
 def test_what_forwards_keep_in_attributes_is_told_or_run_as_on_one_device(plan, workers):
-    found = workers.run(kept_after_steps, [Counts, Averages, Remembers, AveragesInObject], plan, ranks=2)[0]
-    assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled", "coupled"]
+    found = workers.run(kept_after_steps, [Counts, Averages, Remembers, AveragesInObject, Steady], plan, ranks=2)[0]
+    assert [kind for kind, *_ in found] == ["mean", "coupled", "coupled", "coupled", "coupled"]
     assert "inner.rows" in found[0][1] and "means" in found[0][1] and "steps" not in found[0][1]
     assert "attributes of its modules (mean)" in found[1][1] and "attributes of its modules" in found[2][1]
     assert "attributes of its modules (averages.0.count, averages.0.value)" in found[3][1]
+    assert "attributes of its modules (last)" in found[4][1]
     for _, _, losses, expected in found:
         assert losses == pytest.approx(expected, rel=1e-9)
 

@@ -160,12 +160,16 @@ def _host(meter: Meter) -> tuple[float, float]:
 
 
 def _products(dtype: str, sides: Sequence[int]) -> Calls:
-    """Matrix products of 2·m·k·n flops, for each side s in two shapes: s × s × s, and 4s × s/2 × s/2."""
+    """Matrix products of 2·m·k·n flops, for each side s in two shapes: s × s × s, and 4s × s/2 × s/2.
+
+    The second factor is another one in each call, as a step reads each weight once for each microbatch.
+    """
     import torch
 
     def product(m: int, k: int, n: int) -> Callable[[], object]:
         a, b = torch.randn(m, k).to(getattr(torch, dtype)), torch.randn(k, n).to(getattr(torch, dtype))
-        return lambda: a @ b
+        factors = cycle([b.clone() for _ in range(max(2, POOL // b.nbytes))])
+        return lambda: a @ next(factors)
 
     for side in sides:
         yield 2.0 * side**3, [partial(product, side, side, side), partial(product, 4 * side, side // 2, side // 2)]

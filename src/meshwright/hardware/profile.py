@@ -188,6 +188,8 @@ class Profile:
         host_collective: seconds of the host for the call of a collective; 0 if the latency of the link includes them.
         host_unit: seconds of the host for a gather or a reduction of parameters, with the FSDP2 hooks that call it; 0:
             ``host_collective``.
+        host_send: seconds of the host for a send or a receive between stages of a pipeline, with what a stage does for it
+            besides its functions; 0: ``host_collective``.
         host_update: seconds of the host for a function of clipping or of the optimizer; 0: ``host``.
         host_sharded: seconds of the host for a function of clipping or of the optimizer if parameters are DTensors; 0:
             ``host_update``.
@@ -225,6 +227,7 @@ class Profile:
     cores: int = 0
     host_collective: float = 0.0
     host_unit: float = 0.0
+    host_send: float = 0.0
     host_update: float = 0.0
     host_sharded: float = 0.0
     update_fraction: float = 1.0
@@ -265,6 +268,11 @@ class Profile:
         peak = self.peak[peak_dtype]
         efficiency = curves[curve_dtype].at(flops * self.peak[curve_dtype] / peak)
         return flops / (peak * efficiency), peak_dtype == dtype == curve_dtype
+
+    @property
+    def send(self) -> float:
+        """Seconds of the host for a send or a receive between stages of a pipeline."""
+        return self.host_send or self.host_collective
 
     def update(self, *, sharded: bool) -> float:
         """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: whether parameters are DTensors."""

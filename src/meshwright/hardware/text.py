@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from meshwright.hardware.profile import Curve, Link, Profile
 
 
-ABSENT = ("host_collective", "host_unit", "host_update", "host_sharded", "job_call", "job_step", "job_action")
+ABSENT = (
+    "host_collective",
+    "host_unit",
+    "host_send",
+    "host_update",
+    "host_sharded",
+    "job_call",
+    "job_step",
+    "job_action",
+)
 """Optional fields of a profile: seconds, 0 by default."""
 
 

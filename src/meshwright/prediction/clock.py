@@ -5,7 +5,8 @@
 | a function on the device | max(flops / (peak · e), bytes / (bandwidth · e), launch) | `Profile.compute` |
 | a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
 | functions of clip and optimizer on the device | update_fraction · Σ of them | `Clock._phase` |
-| host of an action | job_action + functions · host + collectives · host_collective (over data: host_unit) | `Clock._phase` |
+| host of an action | job_action + functions · host + collectives · host_collective | `Clock._phase` |
+| its collectives over data, its sends and receives | host_unit, host_send in place of host_collective | `Clock._phase` |
 | host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `waits_for_host` |
 | a gather over a data axis | begins with the compute of the previous unit; its own unit waits for it | `_ActionClock.gather` |
@@ -102,7 +103,7 @@ class Clock:
                 clock.host += Estimate(host, self._profile.scatter)
             elif isinstance(event, Collective) and event.kind in ("send", "recv"):
                 sends += event.nbytes if event.kind == "send" else 0
-                clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
+                clock.host += Estimate(self._profile.send, self._profile.scatter)
             elif isinstance(event, Collective):
                 self._collective(event, clock, backward=backward)
         if label in UPDATES:
@@ -113,7 +114,7 @@ class Clock:
         """Seconds of the host for one function of an action or phase."""
         profile = self._profile
         if label in UPDATES:
-            return profile.update(sharded=self._mesh.data_size * self._mesh.axis_size("tp") > 1)
+            return profile.update(sharded=self._mesh.axis_size("dp_shard") * self._mesh.axis_size("tp") > 1)
         return profile.host_backward if backward else profile.host
 
     def _job_seconds(self, label: Action | str) -> float:

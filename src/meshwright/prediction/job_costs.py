@@ -5,23 +5,25 @@ collectives of each job. Each run in this table has one cost more than the runs 
 
 | run | seconds of a rank's main thread | measures |
 | --- | --- | --- |
-| the model, without a job | F = functions · host + device; B likewise | host, host_backward |
+| the model, without a job, beside each job | F = functions · host + device; B likewise | host, host_backward |
 | a job: 4 microbatches minus 1 | 3 (F + B + 2 job_action) | job_action |
 | a job, one microbatch | F + B + 2 job_action + job_step | job_step |
 | a job over dp_shard=2 | as one process + (gathers and reductions) · host_unit | host_unit |
 | clip and optimizer: one process, a narrow and a wide model | functions · host_update + update_fraction · device | both |
 | clip and optimizer: dp_shard=2 | functions · host_sharded + update_fraction · device | host_sharded |
 | a job over tp=2 | as one process + collectives · host_collective | host_collective |
+| a job over pp=2, 4 microbatches; mean of both ranks | as 4 microbatches, halved + sends and receives · host_send | host_send |
 
-The clock is CPU time of the main thread, which stops while the thread waits for a core or for another rank. The CPU time of a
-backend's threads is part of the link (``hardware.exchange``).
+In each run, steps of the model and of the job take turns: the speed of a machine that others share changes within seconds, and
+these costs are small differences. The clock is CPU time of the main thread, which stops while the thread waits for a core or
+for another rank. The CPU time of a backend's threads is part of the link (``hardware.exchange``).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +37,7 @@ from meshwright.hardware.profile import Profile
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.planned import make_job
-from meshwright.prediction.clock import Clock, last_step
+from meshwright.prediction.clock import UPDATES, Clock, last_step
 from meshwright.prediction.rehearsal import rehearsal_of, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.runtime.rows.batch import copied
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 WORDS, WIDTH, HEADS, DEPTH, TOKENS, ROWS = 64, 32, 4, 4, 16, 4
 WIDE = 256  # the width of the model whose parameters take longer to update than the host
+MICROBATCHES = 4
 WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
 _LEAST_HOST = 1e-8  # seconds of a function on the host
 _LEAST_FRACTION = 0.05
@@ -54,6 +57,7 @@ HOST = (
     "host_backward",
     "host_collective",
     "host_unit",
+    "host_send",
     "host_update",
     "host_sharded",
     "job_call",
@@ -112,20 +116,20 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         workers: at least two workers, with as many threads as the profile's devices have.
         steps: number of timed steps of each job.
     """
-    forward, backward = workers.run(_time_model, steps, ranks=1)[0]
     run = partial(_JobRun.measured, workers, profile, steps)
-    single, microbatched = run(mesh="dp_shard=1"), run(mesh="dp_shard=1", microbatches=4)
+    single, microbatched = run(mesh="dp_shard=1"), run(mesh="dp_shard=1", microbatches=MICROBATCHES)
     sharded, tensor_parallel = run(mesh="dp_shard=2"), run(mesh="tp=2")
+    pipelined = run(mesh="pp=2", microbatches=MICROBATCHES)
     wide = run(WIDE, mesh="dp_shard=1")
-    host = host_seconds(forward, single.device["F"], single.functions["F"])
-    host_backward = host_seconds(backward, single.device["B"], single.functions["B"])
-    in_functions, in_functions_of_4 = (run.function_seconds(host, host_backward) for run in (single, microbatched))
-    job_action = max(0.0, microbatched.step - single.step - in_functions_of_4 + in_functions) / (2 * 3)
-    job_step = max(0.0, single.step - in_functions - 2 * job_action)
+    runs = single, microbatched, sharded, tensor_parallel, pipelined
+    host, host_backward = (statistics.median(run.host_of(kind, single) for run in runs) for kind in ("F", "B"))
+    once, often = (run.beside_functions(single) for run in (single, microbatched))
+    job_action = max(0.0, often - once) / (2 * (MICROBATCHES - 1))
+    job_step = max(0.0, once - 2 * job_action)
 
-    def seconds_per_collective(run: _JobRun) -> float:
-        """The host's seconds of one collective in a run."""
-        in_collectives = run.step - run.function_seconds(host, host_backward) - 2 * job_action - job_step
+    def seconds_per_collective(run: _JobRun, microbatches: int = 1) -> float:
+        """The host's seconds of one collective, or send, in a run."""
+        in_collectives = run.beside_functions(single) - 2 * microbatches * job_action - job_step
         return max(0.0, in_collectives) / run.collectives
 
     update_fraction = fraction_of_updates(single, wide)
@@ -139,6 +143,7 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         "job_action": job_action,
         "job_step": job_step,
         "host_unit": seconds_per_collective(sharded),
+        "host_send": seconds_per_collective(pipelined, MICROBATCHES),
         "host_collective": seconds_per_collective(tensor_parallel),
         "host_update": host_update,
         "host_sharded": host_sharded,
@@ -161,48 +166,59 @@ def _with(profile: Profile, fields: dict[str, Any]) -> Profile:
     return replace(profile, **fields)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _JobRun:
-    """The measured seconds of a job's step, and the calls of this step by a rehearsal.
+    """The measured seconds of a job's step, and the calls of this step by a rehearsal; means over ranks.
 
     Attributes:
         step: seconds of all forwards and backwards.
         update: seconds of clip and optimizer.
         functions: F (forwards), B (backwards) or update → number of functions.
         device: F, B or update → seconds of these functions on the device.
-        collectives: number of collectives in forwards and backwards.
+        collectives: number of collectives, sends and receives in forwards and backwards.
+        model: F or B → seconds of a pass of the narrow model without a job, between the steps of the job.
     """
 
     step: float
     update: float
-    functions: dict[str, int]
-    device: dict[str, float]
-    collectives: int
+    functions: Mapping[str, float]
+    device: Mapping[str, float]
+    collectives: float
+    model: Mapping[str, float]
 
     @classmethod
     def measured(
         cls, workers: LocalWorkers, profile: Profile, steps: int, width: int = WIDTH, **settings: Any
     ) -> _JobRun:
         """Runs a job of a model of this width under the plan with these settings, and rehearses it."""
-        build = partial(Small, width)
-        plan = Plan.parse(settings)
+        build, plan = partial(Small, width), Plan.parse(settings)
         ids = torch.arange(ROWS * TOKENS * (plan.microbatches or 1)).reshape(-1, TOKENS) % WORDS
-        measured = workers.run(_time_job, build, plan, ids, steps, ranks=plan.mesh.size)
-        trace = rehearse(rehearsal_of(build, (ids,), plan, _identity, torch.optim.AdamW, 1.0), 0)
+        ranks = plan.mesh.size
+        measured = workers.run(_time_job, build, plan, ids, steps, ranks=ranks)
+        forward, backward, step, update = (statistics.mean(times) for times in zip(*measured, strict=True))
+        rehearsal = rehearsal_of(build, (ids,), plan, _identity, torch.optim.AdamW, 1.0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
-        functions, device, collectives = dict.fromkeys(_PASSES, 0), dict.fromkeys(_PASSES, 0.0), 0
-        for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
-            kind = "update" if label in ("clip", "optimizer") else str(getattr(label, "kind", ""))
-            if kind in _PASSES:
-                functions[kind] += sum(isinstance(event, Op) for event in events)
-                device[kind] += phase.spent.device.seconds
-                collectives += kind != "update" and sum(_is_over_all_ranks(event, plan.mesh) for event in events)
-        step, update = (statistics.mean(times) for times in zip(*measured, strict=True))
-        return cls(step, update, functions, device, collectives)
+        functions, device, collectives = dict.fromkeys(_PASSES, 0.0), dict.fromkeys(_PASSES, 0.0), 0.0
+        for rank in range(ranks):
+            trace = rehearse(rehearsal, rank)
+            for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
+                kind = "update" if label in UPDATES else str(getattr(label, "kind", ""))
+                if kind in _PASSES:
+                    functions[kind] += sum(isinstance(event, Op) for event in events) / ranks
+                    device[kind] += phase.spent.device.seconds / ranks
+                collectives += (
+                    kind != "update" and sum(_is_over_all_ranks(event, plan.mesh) for event in events) / ranks
+                )
+        return cls(step, update, functions, device, collectives, {"F": forward, "B": backward})
 
-    def function_seconds(self, host: float, backward: float) -> float:
-        """Seconds of the functions in forwards and backwards, if the host takes so many for one in each."""
-        return self.functions["F"] * host + self.functions["B"] * backward + self.device["F"] + self.device["B"]
+    def host_of(self, kind: str, single: _JobRun) -> float:
+        """Seconds of the host for a function in a forward (F) or backward (B) of the model without a job, whose functions are
+        those of the run ``single``."""
+        return host_seconds(self.model[kind], single.device[kind], single.functions[kind])
+
+    def beside_functions(self, single: _JobRun) -> float:
+        """Seconds of the step besides the functions in its forwards and backwards."""
+        return self.step - sum(self.functions[k] * self.host_of(k, single) + self.device[k] for k in ("F", "B"))
 
 
 _PASSES = ("F", "B", "update")
@@ -220,36 +236,27 @@ def _identity(output: Any) -> Any:
 # --- on a worker ------------------------------------------------------------------------------------------------------
 
 
-def _time_model(steps: int) -> tuple[float, float]:
-    """(seconds of a forward, of a backward) of the model without a job."""
-    model, ids = Small(), torch.arange(ROWS * TOKENS).reshape(-1, TOKENS) % WORDS
-
-    def step() -> list[float]:
-        model.zero_grad()
-        losses: list[Tensor] = []
-        return _thread_seconds([lambda: losses.append(model(ids)), lambda: losses[0].backward()])
-
-    forward, backward = _medians(step, steps)
-    return forward, backward
-
-
-def _time_job(build: Callable[[], nn.Module], plan: Plan, ids: Tensor, steps: int) -> tuple[float, float]:
-    """(seconds of the forwards and backwards of a job's step, of clip and optimizer)."""
+def _time_job(build: Callable[[], nn.Module], plan: Plan, ids: Tensor, steps: int) -> list[float]:
+    """Seconds of a forward and a backward of the narrow model without a job; of the forwards and backwards of a job's step; of
+    clip and optimizer."""
     job = make_job(build, plan.replace(verify=0), batch=(ids,), loss=_identity)
     rows = copied(rows_of_rank((ids,), job.recipe, job.rank))
     optimizer = torch.optim.AdamW(job.parameters())
+    model, few = Small(), torch.arange(ROWS * TOKENS).reshape(-1, TOKENS) % WORDS
+    losses: list[Tensor] = []
 
     def update() -> None:
         job.clip_grad_norm_(1.0)
         optimizer.step()
 
     def step() -> list[float]:
-        seconds = _thread_seconds([lambda: job.step(rows), update])
+        passes = [lambda: losses.append(model(few)), lambda: losses.pop().backward()]
+        seconds = _thread_seconds([*passes, lambda: job.step(rows), update])
+        model.zero_grad()
         optimizer.zero_grad()
         return seconds
 
-    forward_and_backward, updating = _medians(step, steps)
-    return forward_and_backward, updating
+    return _medians(step, steps)
 
 
 def _medians(step: Callable[[], list[float]], steps: int) -> list[float]:

@@ -168,7 +168,7 @@ class Estimator:
         host = line_value(
             self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
-        host *= self._profile.update(sharded=candidate.data * candidate.tp > 1)
+        host *= self._profile.update(sharded=candidate.dp_shard * candidate.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
@@ -319,7 +319,7 @@ class Estimator:
         if profile.cores:
             return 0.0
         if candidate.pp > 1:
-            return chunks * profile.job_action + (2 * chunks - len(rank.ends)) * profile.host_collective
+            return chunks * profile.job_action + (2 * chunks - len(rank.ends)) * profile.send
         gathers = rank.blocks + 1 if kind == "F" else rank.blocks * candidate.reshard
         return profile.job_action + gathers * self._unit_host * (candidate.dp_shard > 1)
 
@@ -333,9 +333,9 @@ class Estimator:
     ) -> float:
         """Seconds that a step waits for the host, besides its functions and what `_pass_host` counts.
 
-        On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_collective for sends and
-        receives. On an accelerator: job_step, and what exceeds the time of the device in the first forward of a pipeline, which
-        alone gathers parameters, and in the last backward, which reduces gradients.
+        On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_send for sends and
+        receives, 2 M less of these over two ranks. On an accelerator: job_step, and what exceeds the time of the device in the
+        first forward of a pipeline, which alone gathers parameters, and in the last backward, which reduces gradients.
 
         Args:
             gathers: number of gathers of each unit in a step.
@@ -348,9 +348,9 @@ class Estimator:
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
         if profile.cores:
             passes = candidate.microbatches * candidate.chunks
-            sends = 4 * passes * profile.host_collective if candidate.pp > 1 else 0.0
+            sends = 4 * passes - 2 * candidate.microbatches * (candidate.pp == 2) if candidate.pp > 1 else 0
             moved = (gathers + 1) * shards + replicas
-            return profile.job_step + 2 * passes * profile.job_action + moved * units_host + sends
+            return profile.job_step + 2 * passes * profile.job_action + moved * units_host + sends * profile.send
         gathered = units_host if shards and candidate.pp > 1 else 0.0
         reduced = (
             (1 + replicas) * units_host if shards else replicas * self._buckets(candidate) * profile.host_collective

@@ -291,22 +291,27 @@ class Attempt:
             for n, how in attributes.items()
             if n in of_all and n in of_part
         }
-        losses, model = [], self._forwards.model
+        model = self._forwards.model
         mode = in_evaluation(model, {name for name, _ in model.named_modules()}) if evaluating else nullcontext()
+        with mode:
+            once = self._loss_after(of_all)
+            again = None if once is None else self._loss_after({**of_all, **other})
+        if once is None or not isfinite(once):
+            return False
+        # A forward that fails with other values computes with them, too.
+        return again is None or not abs(once - again) <= self._tolerance * max(1.0, abs(once))
+
+    def _loss_after(self, begin: Mapping[Name, Any]) -> float | None:
+        """The loss of all rows in a forward that begins with these values of attributes; None if the forward fails, or has no
+        loss."""
+        trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
         try:
-            with mode:
-                for begin in (of_all, {**of_all, **other}):
-                    losses.append(self._without_gradients(partial(self._loss_after, begin)))
+            results: Results = self._without_gradients(partial(self._losses, [self._rows], MEAN, trial))
         except StageError:
             raise
-        except Exception:  # the next forward fails, or has no loss
-            return False
-        return all(map(isfinite, losses)) and abs(losses[0] - losses[1]) > self._tolerance * max(1.0, abs(losses[0]))
-
-    def _loss_after(self, begin: Mapping[Name, Any]) -> float:
-        """The loss of all rows in a forward that begins with these values of attributes."""
-        trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
-        return self._losses([self._rows], MEAN, trial).losses[0]
+        except Exception:  # of whatever type: the same on every rank
+            return None
+        return results.losses[0]
 
     def _try_all(self) -> None:
         if not self._of_all.losses:

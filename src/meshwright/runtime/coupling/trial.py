@@ -202,22 +202,22 @@ def _draws_parameters(attempt: Attempt, forwards: Forwards) -> str | None:
         names = attempt.drawn_parameters()
     except StageError:
         raise
-    except Exception:  # nothing follows from a forward that fails
-        names = []
+    except Exception as error:  # the same on every rank
+        return f"whether it writes random numbers to what is trained could not be tried ({error_text(error)})"
     if not forwards.agreed(bool(names))[1]:
         return None
     return f"it writes random numbers to what is trained: {few(names)}" if names else ""
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
-    """Whether the loss of all rows differs between two attempts, on some rank."""
+    """Whether the loss of all rows differs between two attempts, on some rank, or the second forward fails."""
     try:
         a, b = attempt.loss_of_all(), other.loss_of_all()
-        changes = abs(a - b) > 1e-12 * max(1.0, abs(a))
+        changes = not abs(a - b) <= 1e-12 * max(1.0, abs(a))
     except StageError:
         raise
-    except Exception:  # nothing follows from a forward that fails
-        changes = False
+    except Exception:  # what is different makes it fail
+        changes = True
     return bool(forwards.agreed(changes)[1])
 
 
