@@ -131,7 +131,7 @@ def test_help_fills_the_lines_of_a_narrow_terminal(command: str, monkeypatch: py
         assert len(line) + len(below.split()[0]) >= 77, line  # the next word had no room
 
 
-# The commands of the first help are those of the others, with more steps; to measure this machine takes half a minute, and
+# The commands of the first help are those of the others, with more steps; to measure this machine takes a minute, and
 # what these others show the tests of the commands show as well.
 LONG = {"", "calibrate", "check", "plan", "inspect", "export"}
 

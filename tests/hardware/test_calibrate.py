@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hardware import Curve, Link, Profile, calibrate, measured_link, measured_skew
+from meshwright.hardware.calibrate import MOST_COPIES, POOL, _with_copies
 from meshwright.hardware.meter import Meter, curve, monotone_points, rate
 from meshwright.hardware.reader import parse_profile
 from meshwright.workers.pool import LocalWorkers
@@ -39,6 +40,20 @@ def test_what_was_measured_predicts_what_is_measured(measured: Profile) -> None:
 
 def test_a_measured_profile_reads_back(measured: Profile) -> None:
     assert parse_profile(measured.text(), "cpu-local.yaml") == measured
+
+
+def test_a_timed_call_finds_none_of_its_tensors_in_the_nearest_cache() -> None:
+    """As in a step, which reads each weight once for each microbatch. The layout of a matrix stays: products differ by it."""
+    import torch
+
+    seen: list[torch.Tensor] = []
+    call = _with_copies(lambda a, number, b: seen.extend((a, b)), [torch.ones(300, 200).t(), 3, torch.ones(200, 8)])
+    calls = POOL // (4 * 200 * 308)
+    assert 2 < calls < MOST_COPIES
+    for _ in range(calls):
+        call()
+    assert len({t.data_ptr() for t in seen}) == 2 * calls > 100
+    assert {t.stride() for t in seen} == {(1, 200), (8, 1)}
 
 
 def test_only_cpus_are_measured() -> None:

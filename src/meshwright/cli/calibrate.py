@@ -39,7 +39,7 @@ def calibrate(
     """Measure this machine, and write a profile for predict in which each device is a process.
 
     Times matrix products, attention, copies and other functions, collectives between
-    local processes, and the host time of jobs of a small model. Takes about half a
+    local processes, and the host time of jobs of a small model. Takes about a
     minute. It counts CPU time, so other work on the machine matters only where it
     shares caches and memory. Other commands find the profile as cpu-local.
     """
@@ -88,7 +88,7 @@ def _tell(measurement: str) -> None:
 
 
 def _check_out(file: Path, out: Path | None) -> None:
-    """Raises PlanError if the folder of ``--out`` does not exist. Called before the measurement, which takes half a minute."""
+    """Raises PlanError if the folder of ``--out`` does not exist. Called before the measurement, which takes a minute."""
     findings = Findings("this command")
     if out is not None and not file.absolute().parent.is_dir():
         findings.add(

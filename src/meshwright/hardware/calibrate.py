@@ -35,6 +35,8 @@ HEADS, WIDTH = 4, 64  # of an attention; a second shape has 16 rows, shorter seq
 POOL = 2**25
 """Total bytes of the tensors that the calls of one size use in turn. In a training step, a tensor is rarely in the nearest
 cache when it is read; a pool larger than that cache has the same effect."""
+MOST_COPIES = 1024
+"""Of small tensors; of 4 KiB, they take more than the nearest cache has."""
 CHAIN = 100  # number of functions in the chain that measures the host's time
 CLEAR = 4  # a call counts for the peak only if it takes at least this many times the host's time for one function
 LINK = Link(
@@ -160,19 +162,22 @@ def _host(meter: Meter) -> tuple[float, float]:
 
 
 def _products(dtype: str, sides: Sequence[int]) -> Calls:
-    """Matrix products of 2·m·k·n flops, for each side s in two shapes: s × s × s, and 4s × s/2 × s/2.
-
-    The second factor is another one in each call, as a step reads each weight once for each microbatch.
-    """
+    """Matrix products of 2·m·k·n flops, for each side s in the three forms of a linear layer: its forward x Wᵀ, and for its
+    backward g W and gᵀ x."""
     import torch
 
-    def product(m: int, k: int, n: int) -> Callable[[], object]:
+    def product(m: int, k: int, n: int, form: str) -> Callable[[], object]:
         a, b = torch.randn(m, k).to(getattr(torch, dtype)), torch.randn(k, n).to(getattr(torch, dtype))
-        factors = cycle([b.clone() for _ in range(max(2, POOL // b.nbytes))])
-        return lambda: a @ next(factors)
+        a, b = a.t().contiguous().t() if form == "gᵀ x" else a, b.t().contiguous().t() if form == "x Wᵀ" else b
+        return _with_copies(torch.mm, [a, b])
 
     for side in sides:
-        yield 2.0 * side**3, [partial(product, side, side, side), partial(product, 4 * side, side // 2, side // 2)]
+        shapes = {
+            "x Wᵀ": (4 * side, side // 2, side // 2),
+            "g W": (side,) * 3,
+            "gᵀ x": (side // 2, 4 * side, side // 2),
+        }
+        yield 2.0 * side**3, [partial(product, *shape, form) for form, shape in shapes.items()]
 
 
 def _attentions(dtype: str, lengths: Sequence[int]) -> Calls:
@@ -182,7 +187,7 @@ def _attentions(dtype: str, lengths: Sequence[int]) -> Calls:
 
     def attention(*shape: int) -> Callable[[], object]:
         q, k, v = (torch.randn(shape).to(getattr(torch, dtype)) for _ in range(3))
-        return lambda: scaled_dot_product_attention(q, k, v)
+        return _with_copies(scaled_dot_product_attention, [q, k, v])
 
     for length in lengths:
         shapes = (1, HEADS, length, WIDTH), (16, 2 * HEADS, max(1, length // 4), WIDTH // 2)
@@ -193,16 +198,11 @@ def _streams(sizes: Sequence[int]) -> Calls:
     """Copies, which move 2 · size bytes, and additions, which move 3 · size bytes."""
     import torch
 
-    def pool(size: int) -> Iterator[Tensor]:
-        return cycle([torch.ones(size // 4) for _ in range(max(2, POOL // size))])
-
     def copy(size: int) -> Callable[[], object]:
-        xs = pool(size)
-        return lambda: next(xs).clone()
+        return _with_copies(torch.clone, [torch.ones(size // 4)])
 
     def addition(size: int) -> Callable[[], object]:
-        xs = pool(size)
-        return lambda: next(xs) + next(xs)
+        return _with_copies(torch.add, [torch.ones(size // 4)] * 2)
 
     for size in sizes:
         yield 2.0 * size, [partial(copy, size)]
@@ -210,17 +210,34 @@ def _streams(sizes: Sequence[int]) -> Calls:
 
 
 def _slower(meter: Meter, bandwidth: float, streaming: Curve) -> dict[str, float]:
-    """Function of ``hardware.functions`` → its seconds / the seconds of a copy of as many bytes from memory, at least 1.
-
-    The tensors of its calls are in the cache. So if a function takes longer than a copy, it is because of what it computes.
-    """
+    """Function of ``hardware.functions`` → its seconds / the seconds of a copy of as many bytes, at least 1."""
     import torch
 
     factors: dict[str, float] = {}
-    for name, (call, tensors) in function_calls().items():
-        result = call()
-        results = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
-        moved = sum(t.nbytes for t in (*tensors, *results))
+    for name, (function, arguments) in function_calls().items():
+        call, result = _with_copies(function, arguments), function(*arguments)
+        tensors = (*arguments, *(result if isinstance(result, tuple) else (result,)))
+        moved = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         copy = moved / (bandwidth * streaming.at(moved))
         factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / copy, 2))
     return factors
+
+
+def _with_copies(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
+    """A call of a function with these arguments, and with other copies of their tensors each time (`_pool`)."""
+    import torch
+
+    places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
+    pool = _pool([arguments[i] for i in places])
+
+    def call() -> Any:
+        given = dict(zip(places, next(pool), strict=True))
+        return function(*(given.get(i, a) for i, a in enumerate(arguments)))
+
+    return call
+
+
+def _pool(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Copies of these tensors, in turn: so many that none is in the nearest cache when it comes again."""
+    copies = min(MOST_COPIES, max(2, POOL // sum(t.nbytes for t in tensors)))
+    return cycle([[t.clone() for t in tensors] for _ in range(copies)])

@@ -8,11 +8,7 @@ of such a function as its kind of work.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 ROWS, WIDTH = 1024, 256  # shape of the tensors in the timed calls
 POINTWISE = frozenset("exp log sqrt rsqrt tanh sigmoid silu gelu erf cos sin pow where gt eq masked_fill".split())
@@ -27,8 +23,8 @@ OWN_RATE = POINTWISE | REDUCING | BACKWARDS | UPDATES | DRAWS
 """Names of all these functions, without their namespace."""
 
 
-def function_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
-    """Name of a function → (a call of it, the tensors among the arguments of this call)."""
+def function_calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Name of a function → (the function, arguments for a call of it)."""
     import torch
 
     ops = torch.ops.aten
@@ -49,7 +45,4 @@ def function_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
         "addcmul_": (x.clone(), y, z), "addcdiv_": (x.clone(), y, z), "lerp_": (x.clone(), y, 0.1),
         "bernoulli_": (x.clone(), 0.5), "native_dropout": (x, 0.5, True),
     }  # fmt: skip
-    return {
-        name: (partial(getattr(ops, name), *args), [a for a in args if isinstance(a, torch.Tensor)])
-        for name, args in arguments.items()
-    }
+    return {name: (getattr(ops, name), args) for name, args in arguments.items()}

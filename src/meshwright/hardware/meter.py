@@ -59,7 +59,7 @@ class Meter:
             began = time.perf_counter()
             seconds = [self.seconds(make()) for make in shapes]
             if len(seconds) > 1:
-                self.shapes.append(log(max(seconds) / min(seconds)) / 2)
+                self.shapes.append(statistics.pstdev(map(log, seconds)))
             mean = statistics.mean(seconds)
             points.append((size, max(mean - self.host, mean / 2)))
             # The next size takes up to eight times as long.

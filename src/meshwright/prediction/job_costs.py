@@ -109,7 +109,7 @@ def host_seconds(seconds: float, device: float, functions: float) -> float:
 
 
 def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Profile:
-    """Measures the host's seconds of a job, and returns the profile with them. Takes about 15 seconds.
+    """Measures the host's seconds of a job, and returns the profile with them. Takes about half a minute.
 
     Args:
         profile: the profile of this machine, with its measured link.
