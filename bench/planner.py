@@ -212,7 +212,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def regrets(one: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
     """For each number of devices for which a plan was found: its measured seconds over those of the fastest layout of as many,
-    less 1, and the names of both. "any": the same for what is predicted to be fastest of all.
+    less 1, and the names of both; 0 if both are one plan. "any": the same for what is predicted to be fastest of all.
     """
     of_size: dict[str, list[str]] = {}
     for name, of in one.items():
@@ -222,8 +222,15 @@ def regrets(one: Mapping[str, Any]) -> dict[str, tuple[float, str, str]]:
     found = {}
     for size, choice in choices.items():
         fastest = min(of_size[size], key=lambda name: seconds_of(one[name]))
-        found[size] = seconds_of(one[choice]) / seconds_of(one[fastest]) - 1, choice, fastest
+        more = 0.0 if _is_same(one[choice], one[fastest]) else seconds_of(one[choice]) / seconds_of(one[fastest]) - 1
+        found[size] = more, choice, fastest
     return found
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two layouts are one plan: what differs in their seconds is the machine's."""
+    first, second = (Plan.parse(of["plan"]) for of in (one, other))
+    return first.replace(microbatches=first.microbatches or 1) == second.replace(microbatches=second.microbatches or 1)
 
 
 def _print(one: Mapping[str, Any]) -> None:
