@@ -36,7 +36,7 @@ POOL = 2**25
 """Total bytes of the tensors that the calls of one size use in turn. In a training step, a tensor is rarely in the nearest
 cache when it is read; a pool larger than that cache has the same effect."""
 MOST_COPIES = 1024
-"""Of small tensors; of 4 KiB, they take more than the nearest cache has."""
+"""Copies of a small tensor at most. So many of 4 KiB take 4 MiB, more than the nearest cache has."""
 CHAIN = 100  # number of functions in the chain that measures the host's time
 CLEAR = 4  # a call counts for the peak only if it takes at least this many times the host's time for one function
 LINK = Link(
@@ -168,7 +168,10 @@ def _products(dtype: str, sides: Sequence[int]) -> Calls:
 
     def product(m: int, k: int, n: int, form: str) -> Callable[[], object]:
         a, b = torch.randn(m, k).to(getattr(torch, dtype)), torch.randn(k, n).to(getattr(torch, dtype))
-        a, b = a.t().contiguous().t() if form == "gᵀ x" else a, b.t().contiguous().t() if form == "x Wᵀ" else b
+        if form == "gᵀ x":
+            a = a.t().contiguous().t()  # the same matrix, in memory as its transpose
+        elif form == "x Wᵀ":
+            b = b.t().contiguous().t()
         return _with_copies(torch.mm, [a, b])
 
     for side in sides:

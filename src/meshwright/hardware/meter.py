@@ -41,7 +41,7 @@ class Meter:
     budget: float
     host: float = 0.0
     repeats: list[float] = field(default_factory=list)  # relative deviations between rounds of one call
-    shapes: list[float] = field(default_factory=list)  # relative deviations between calls of one size in two shapes
+    shapes: list[float] = field(default_factory=list)  # relative deviations between calls of one size in several shapes
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Seconds of one call: the median of all rounds, after a warm-up call."""

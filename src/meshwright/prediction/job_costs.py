@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from meshwright.hardware.meter import four_digits
 from meshwright.hardware.profile import Profile
+from meshwright.hardware.text import ABSENT
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.planned import make_job
@@ -52,18 +53,8 @@ MICROBATCHES = 4
 WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
 _LEAST_HOST = 1e-8  # seconds of a function on the host
 _LEAST_FRACTION = 0.05
-HOST = (
-    "host",
-    "host_backward",
-    "host_collective",
-    "host_unit",
-    "host_send",
-    "host_update",
-    "host_sharded",
-    "job_call",
-    "job_step",
-    "job_action",
-)
+HOST = ("host", "host_backward", *ABSENT)
+"""The fields of a profile for seconds of the host."""
 
 
 class Block(nn.Module):
@@ -242,7 +233,7 @@ def _time_job(build: Callable[[], nn.Module], plan: Plan, ids: Tensor, steps: in
     job = make_job(build, plan.replace(verify=0), batch=(ids,), loss=_identity)
     rows = copied(rows_of_rank((ids,), job.recipe, job.rank))
     optimizer = torch.optim.AdamW(job.parameters())
-    model, few = Small(), torch.arange(ROWS * TOKENS).reshape(-1, TOKENS) % WORDS
+    model, model_ids = Small(), torch.arange(ROWS * TOKENS).reshape(-1, TOKENS) % WORDS
     losses: list[Tensor] = []
 
     def update() -> None:
@@ -250,7 +241,7 @@ def _time_job(build: Callable[[], nn.Module], plan: Plan, ids: Tensor, steps: in
         optimizer.step()
 
     def step() -> list[float]:
-        passes = [lambda: losses.append(model(few)), lambda: losses.pop().backward()]
+        passes = [lambda: losses.append(model(model_ids)), lambda: losses.pop().backward()]
         seconds = _thread_seconds([*passes, lambda: job.step(rows), update])
         model.zero_grad()
         optimizer.zero_grad()

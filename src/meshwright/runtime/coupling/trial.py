@@ -198,15 +198,16 @@ def _draws_parameters(attempt: Attempt, forwards: Forwards) -> str | None:
     on with other values of it. None if it does not; empty if only another rank saw it."""
     if not forwards.agreed(attempt.writes_parameters)[1]:
         return None
+    names, failure = list[str](), ""
     try:
         names = attempt.drawn_parameters()
     except StageError:
         raise
-    except Exception as error:  # the same on every rank
-        return f"whether it writes random numbers to what is trained could not be tried ({error_text(error)})"
-    if not forwards.agreed(bool(names))[1]:
+    except Exception as error:
+        failure = f"whether it writes random numbers to what is trained could not be tried ({error_text(error)})"
+    if not forwards.agreed(bool(names or failure))[1]:
         return None
-    return f"it writes random numbers to what is trained: {few(names)}" if names else ""
+    return failure or (f"it writes random numbers to what is trained: {few(names)}" if names else "")
 
 
 def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
