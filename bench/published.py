@@ -1,12 +1,15 @@
 """Predicted against published: signed errors, MAPE, rank correlation and regret on tables that others measured.
 
-    python bench/published.py --data DIR [--predictor roofline|meshwright|predict|estimate] [--tables NAME ...] [--rows]
+    python bench/published.py --data DIR [--predictor roofline|meshwright|predict|estimate] [--learn N] [--tables NAME ...]
 
 DIR holds CSV files, one for each table (published_cases/tables.py has their names and sources); none of their rows is in this
 repository. Each row becomes a case (published_cases/case.py) or is skipped with its reason.
 
 ``meshwright`` asks ``mw.predict`` about tables of at most 40 cases that differ, and takes the arithmetic of ``find_plans``
 for larger ones; ``predict`` and ``estimate`` say which for all.
+
+With ``--learn N``, N rows of a table, spread evenly over it, first correct the profiles as ``meshwright plan --measure``
+does, and the report is on what the arithmetic says of the others.
 
 A report says of each table where the predictor's constants come from: the roofline's is fitted on another table than the one
 that is reported (``--fit-on``).
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +55,12 @@ def main() -> None:
         print(f"\n{name}: {len(table.cases)} cases, {len(table.skipped)} rows skipped")
         _print_skipped(table, arguments.rows)
         if table.cases:
-            _print_report(table, _predictor(arguments, table), arguments.rows, arguments.every)
+            cases = table.cases[:: arguments.every]
+            held = _predictor(arguments, table)
+            if arguments.learn:
+                first, cases = spread(cases, arguments.learn)
+                held = _learnt(first)
+            _print_report(table.name, cases, held, arguments.rows)
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,6 +70,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tables", nargs="+", default=list(READERS), choices=list(READERS), metavar="NAME")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each table")
+    parser.add_argument(
+        "--learn", type=int, default=0, metavar="N", help="correct profiles by N rows, report on the others"
+    )
     parser.add_argument("--fit-on", choices=list(READERS), metavar="NAME", help="the roofline's table")
     return parser.parse_args()
 
@@ -76,6 +87,20 @@ def _predictor(arguments: argparse.Namespace, table: Table) -> Predictor:
     source = arguments.fit_on or (FIT_ON if table.name != FIT_ON else FIT_ON_INSTEAD)
     fitted = roofline.fit(read_table(arguments.data, source).cases, source)
     return Predictor(fitted, fitted.fitted)
+
+
+def spread(cases: Sequence[Case], count: int) -> tuple[list[Case], list[Case]]:
+    """(``count`` of the cases with measured seconds, at most half of them, spread evenly; the others)."""
+    timed = [case for case in cases if case.measured.seconds is not None]
+    count = min(count, len(timed) // 2)
+    chosen = {id(timed[(2 * i + 1) * len(timed) // (2 * count)]) for i in range(count)}
+    return [case for case in cases if id(case) in chosen], [case for case in cases if id(case) not in chosen]
+
+
+def _learnt(cases: Sequence[Case]) -> Predictor:
+    """The arithmetic, with profiles that these cases correct."""
+    learnt = estimates.Learnt.of(cases)
+    return Predictor(remembered(learnt.estimate), learnt.fitted)
 
 
 def _asked(case: Case) -> object:
@@ -105,9 +130,9 @@ def _print_skipped(table: Table, rows: bool) -> None:
         print(f"  skipped     {count}: {reason}")
 
 
-def _print_report(table: Table, held: Predictor, rows: bool, every: int) -> None:
-    lines = lines_of(table.cases[::every], held.predict)
-    print(f"  fit         {held.fitted(table.name)}")
+def _print_report(table: str, cases: Sequence[Case], held: Predictor, rows: bool) -> None:
+    lines = lines_of(cases, held.predict)
+    print(f"  fit         {held.fitted(table)}")
     for said in summary(lines):
         print(f"  {said}")
     for kind, of in (("assumed", lambda case: case.assumed), ("stand-in", stand_ins)):

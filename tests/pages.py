@@ -10,7 +10,10 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: smaller=KEY=VALUE -->   bash: run with this ``--set``, a smaller model: that of the page is too large for these machines
     <!-- block: quick=KEY=VALUE -->  bash: the same, but `make proof` runs it as it stands
     <!-- block: steps=4 -->          bash: `meshwright train` takes this many steps, and those of the page in `make proof`
+    <!-- block: as=PAGE -->          any: it stands on that page of docs/ too, with the same output, and is run there
     <!-- block: not run: why -->     any: it needs what is not here. Its Python is compiled, its bash and its YAML are read
+
+``meshwright calibrate`` measures few sizes, and all of them in `make proof`.
 
 A block ``text`` that comes directly after one that is run is what that prints; ``…`` stands for anything.
 """
@@ -26,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUN = ("python", "bash", "yaml")
-MARKS = {"ranks", "raises", "file", "resolve", "processes", "code", "smaller", "quick", "steps", "not run"}
+MARKS = {"ranks", "raises", "file", "resolve", "processes", "code", "smaller", "quick", "steps", "as", "not run"}
 
 _FENCE = re.compile(
     r"^(?:<!-- block: (?P<marks>.*?) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
@@ -43,6 +46,11 @@ class Block:
     line: int
     marks: dict[str, str]
     output: str | None = None
+
+    @property
+    def said(self) -> tuple[str, str | None]:
+        """What is run, and what that prints."""
+        return self.text, self.output
 
     @property
     def is_run(self) -> bool:

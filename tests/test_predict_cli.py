@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import meshwright, write_profile
-from meshwright.hardware import calibrated_file, measured_skew, read_profile
+from commands import calibrate_quickly, meshwright, write_profile
+from meshwright.hardware import calibrated_file, read_profile
 from meshwright.workers.pool import LocalWorkers
 
 FILE = """
@@ -341,31 +340,9 @@ def test_what_is_measured_is_of_this_machine(file: str) -> None:
 # --- calibrate --------------------------------------------------------------------------------------------------------
 
 
-class Few:
-    """The workers of the session, which measure few sizes."""
-
-    def __init__(self, workers: LocalWorkers) -> None:
-        self.workers = workers
-
-    def __enter__(self) -> Few:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def run(self, function: Any, *args: Any, ranks: int, **more: Any) -> list[Any]:
-        if isinstance(function, partial):  # of ``calibrate``
-            return [function(sides=(32, 64), lengths=(32,), sizes=(2**14, 2**20), rounds=2, budget=0.1)]
-        budget = {"budget": 0.05} if function is measured_skew else {}
-        return self.workers.run(function, *args, ranks=min(2, ranks), **more, **budget)
-
-
 @pytest.fixture
 def quick(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few sizes and steps, and the workers of the session."""
-    costs = import_module("meshwright.prediction.job_costs")
-    monkeypatch.setattr(costs, "job_costs", partial(costs.job_costs, steps=3))
-    monkeypatch.setattr(import_module("meshwright.workers.pool"), "local_workers", lambda *_, **__: Few(workers))
+    calibrate_quickly(workers, monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")

@@ -8,13 +8,14 @@ So the thousand rows of one table cost eight models' rehearsals.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import nn
 
+from meshwright.hardware.correction import Correction, Part, corrected, learnt
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, FEW_BLOCKS, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
@@ -38,13 +39,17 @@ class Rehearsed:
     sequence_parallel: bool
 
 
-def estimate(case: Case) -> Predicted:
-    """What the arithmetic says of a case.
+Factors = tuple[tuple[Part, float], ...]
+"""(part of a profile, factor of its seconds): see ``meshwright.hardware.correction``."""
+
+
+def estimate(case: Case, factors: Factors = ()) -> Predicted:
+    """What the arithmetic says of a case, with the profile of its machine corrected by ``factors``.
 
     Raises:
         ValueError: nothing of the model is sharded over tp.
     """
-    estimated = [_estimated(case, recompute=recompute) for recompute in (False, True)]
+    estimated = [_estimated(case, factors, recompute=recompute) for recompute in (False, True)]
     share = case.layout.recomputed_blocks / case.model.layers if case.layout.recompute == "full" else 0.0
     seconds, nbytes = (
         (1 - share) * without + share * full
@@ -56,23 +61,78 @@ def estimate(case: Case) -> Predicted:
     return Predicted(seconds, seconds / spread, seconds * spread, active=round(nbytes), reserved=held)
 
 
-def _estimated(case: Case, *, recompute: bool) -> CandidateEstimate:
+@dataclass(frozen=True)
+class Learnt:
+    """Estimates with profiles that some cases corrected.
+
+    Attributes:
+        factors: name of a profile → what they corrected of it.
+        cases: how many they were.
+    """
+
+    factors: Mapping[str, Factors]
+    cases: int
+
+    @classmethod
+    def of(cls, cases: Sequence[Case]) -> Learnt:
+        """What the measured seconds of these cases say of the profiles of their machines."""
+        factors: dict[str, Factors] = {}
+        for name in dict.fromkeys(case.machine.profile for case in cases):
+            of_machine = [c for c in cases if c.machine.profile == name and _can(c)]
+            if runs := [(c, c.measured.seconds) for c in of_machine if c.measured.seconds is not None]:
+                factors[name] = tuple(_learnt(runs).factors.items())
+        return cls(factors, len(cases))
+
+    def estimate(self, case: Case) -> Predicted:
+        return estimate(case, self.factors.get(case.machine.profile, ()))
+
+    def fitted(self, table: str) -> str:
+        """Where the constants come from, in a line of the report on ``table``."""
+        factors = "; ".join(
+            f"{name}: {', '.join(f'{part} × {factor:.2f}' for part, factor in parts) or 'nothing'}"
+            for name, parts in self.factors.items()
+        )
+        return f"hardware profiles, corrected by {self.cases} other rows of {table}, spread evenly ({factors})"
+
+
+def _can(case: Case) -> bool:
+    """Whether there is an estimate of a case."""
+    try:
+        estimate(case)
+    except ValueError:
+        return False
+    return True
+
+
+def _learnt(runs: Sequence[tuple[Case, float]]) -> Correction:
+    first = runs[0][0]
+    return learnt(
+        profile_of(first.machine, first.precision.compute),
+        lambda factors: [estimate(case, tuple(factors.items())).seconds for case, _ in runs],
+        [seconds for _, seconds in runs],
+    )
+
+
+def _estimated(case: Case, factors: Factors, *, recompute: bool) -> CandidateEstimate:
     layout, shape, precision = case.layout, case.model, case.precision
     sequence_parallel = layout.sequence_parallel and layout.tp > 1
     few = replace(shape, layers=_FEW)
     rehearsed = Rehearsed(few, layout.tp, computed_in(case), sequence_parallel)
-    estimator = _estimator(rehearsed, shape.layers, precision, case.machine)
+    estimator = _estimator(rehearsed, shape.layers, precision, case.machine, factors)
     return estimator.estimate(_candidate(layout, recompute=recompute))
 
 
-@cache
-def _estimator(rehearsed: Rehearsed, layers: int, precision: Precision, machine: Machine) -> Estimator:
+@lru_cache(4096)
+def _estimator(
+    rehearsed: Rehearsed, layers: int, precision: Precision, machine: Machine, factors: Factors
+) -> Estimator:
     """For all rows of a model and a size of tp: it keeps what a block takes."""
     shape, itemsize = rehearsed.shape, ITEMSIZE[precision.compute]
     crossing = float(shape.sequence * shape.hidden * itemsize)  # of a row, between blocks
     layer_costs = replace(layer_costs_of(rehearsed), blocks=layers)
+    profile = corrected(profile_of(machine, precision.compute), dict(factors))
     return Estimator(
-        profile_of(machine, precision.compute), {rehearsed.tp: layer_costs}, crossing, crossing, itemsize,
+        profile, {rehearsed.tp: layer_costs}, crossing, crossing, itemsize,
         reduced=ITEMSIZE[precision.reduce], gathers=not precision.master,
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ from meshwright.errors import Findings
 from meshwright.plan import Plan
 
 if TYPE_CHECKING:
+    from meshwright.hardware.correction import Correction
     from meshwright.hardware.profile import Profile
     from meshwright.search.find import Proposal, SearchResult
 
@@ -107,6 +108,7 @@ def plan(
         subject = _subject(request, search)
         with without_warnings(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
             found = _best_plans(subject, request, search, status.update)
+        kept = _keep(found.correction, subject.profile, request.hardware)
         if out is not None:
             write_whole(out, found.plans[0].plan.dump())
         if as_json:
@@ -114,7 +116,7 @@ def plan(
         else:
             from meshwright.draw.plans import drawn
 
-            console().print(drawn(found, subject.profile, str(out) if out is not None else None))
+            console().print(drawn(found, subject.profile, str(out) if out is not None else None, kept))
 
 
 def _subject(request: Request, search: Search) -> Subject:
@@ -165,6 +167,22 @@ def _measured(
             found, inputs.target.build, subject.batch, steps=steps, workers=workers, global_batch=rows, loss=inputs.loss,
             tell=tell,
         )  # fmt: skip
+
+
+def _keep(correction: Correction | None, profile: Profile, hardware: str | None) -> str:
+    """Writes a corrected profile over the file that it was read from. Returns a text that says what was done with it.
+
+    A file that ``calibrate`` did not write, or that was edited since, is left as it is: its comments would be lost.
+    """
+    if correction is None or not correction.factors:
+        return ""
+    from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file, keep_profile
+
+    file = calibrated_file() if hardware in (None, CPU_LOCAL) else Path(str(hardware))
+    if file.read_text(encoding="utf-8") != profile.text():
+        return f"not kept: {file} has been edited, and would lose that"
+    keep_profile(correction.profile.text(), file)
+    return f"kept in {file}; meshwright calibrate measures anew"
 
 
 def _check(devices: int | None, precision: str | None) -> None:
@@ -221,7 +239,15 @@ def _data(found: SearchResult) -> dict[str, Any]:
         ],
         "why": list(found.why),
         "notes": list(found.notes),
+        "correction": _correction(found.correction),
     }
+
+
+def _correction(correction: Correction | None) -> dict[str, Any] | None:
+    """What the runs say of the profile; None if no plan was run."""
+    if correction is None:
+        return None
+    return {"factors": dict(correction.factors), "error": {"before": correction.before, "after": correction.after}}
 
 
 def _measurement(proposal: Proposal) -> dict[str, Any]:

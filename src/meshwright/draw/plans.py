@@ -12,6 +12,7 @@ from rich.text import Text
 from meshwright.amounts import duration_text, size_text
 
 if TYPE_CHECKING:
+    from meshwright.hardware.correction import Correction
     from meshwright.hardware.profile import Profile
     from meshwright.search.find import Proposal, SearchResult
 
@@ -21,8 +22,13 @@ _TERMS = 3  # most terms of a step that are named
 _SMALL = 0.005  # terms with a smaller share of a step are left out: they would print as 0 %
 
 
-def drawn(result: SearchResult, profile: Profile, file: str | None) -> RenderableType:
-    """The result of a search as a renderable for rich. ``file``: the best plan was written to it; None if to none."""
+def drawn(result: SearchResult, profile: Profile, file: str | None, kept: str = "") -> RenderableType:
+    """The result of a search as a renderable for rich.
+
+    Args:
+        file: the best plan was written to it; None if to none.
+        kept: what was done with the corrected profile; empty if there is none.
+    """
     heading = Text.assemble(
         (f"{result.considered:,} plans", "bold"),
         f" on {profile.name}, of which {result.fitting:,} fit {size_text(profile.memory)}",
@@ -30,6 +36,9 @@ def drawn(result: SearchResult, profile: Profile, file: str | None) -> Renderabl
     parts: list[RenderableType] = [heading, Text(), _plans(result)]
     if any(proposal.measured is not None for proposal in result.plans):
         parts += [Text(), Text("predicted and measured", style="bold"), measured_table(result)]
+    if result.correction is not None:
+        parts += [Text(), Text(f"what these runs say of {profile.name}", style="bold")]
+        parts += [Text(f"  {line}") for line in (_correction(result.correction), kept) if line]
     if result.why:
         parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in result.why)]
     if result.rejected:
@@ -76,6 +85,14 @@ def measured_table(result: SearchResult) -> Table:
             size_text(predicted.peak), size_text(run.peak), f"{100 * (predicted.peak / run.peak - 1):+.0f} %",
         )  # fmt: skip
     return table
+
+
+def _correction(correction: Correction) -> str:
+    """The factors of a corrected profile, and the error of the predicted seconds before and after."""
+    if not correction.factors:
+        return f"it is as exact as they can tell: predicted seconds are off by {correction.before:.0%} on average"
+    factors = ", ".join(f"{part} takes {factor:.2f} times as long" for part, factor in correction.factors.items())
+    return f"{factors}: predicted seconds off by {correction.before:.0%} → {correction.after:.0%} on average"
 
 
 def _interval(proposal: Proposal) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from meshwright.hardware.functions import function_calls
+from meshwright.hardware.functions import CONVOLUTIONS, convolution_flops, function_calls
 from meshwright.hardware.meter import Calls, Meter, curve, four_digits, monotone_points, rate
 from meshwright.hardware.profile import Curve, Link, Profile
 
@@ -37,6 +38,8 @@ POOL = 2**25
 cache when it is read; a pool larger than that cache has the same effect."""
 MOST_COPIES = 1024
 """Copies of a small tensor at most. So many of 4 KiB take 4 MiB, more than the nearest cache has."""
+RESULTS = 4
+"""Results of a timed call that live at the same time."""
 CHAIN = 100  # number of functions in the chain that measures the host's time
 CLEAR = 4  # a call counts for the peak only if it takes at least this many times the host's time for one function
 LINK = Link(
@@ -82,7 +85,7 @@ def calibrate(
         **_machine(),
         **computes,
         **moves,
-        slower=_slower(meter, **moves),
+        slower=_slower(meter, computes, moves),
         host=meter.host,
         host_backward=backward,
         scatter=meter.scatter,
@@ -212,30 +215,51 @@ def _streams(sizes: Sequence[int]) -> Calls:
         yield 3.0 * size, [partial(addition, size)]
 
 
-def _slower(meter: Meter, bandwidth: float, streaming: Curve) -> dict[str, float]:
-    """Function of ``hardware.functions`` → its seconds / the seconds of a copy of as many bytes, at least 1."""
+def _slower(meter: Meter, computes: Mapping[str, Any], moves: Mapping[str, Any]) -> dict[str, float]:
+    """Function of ``hardware.functions`` → its seconds / those of a copy of as many bytes, or of a product of as many
+    operations if it is a convolution; at least 1.
+
+    Args:
+        computes, moves: the fields of the profile for flops and for bytes.
+    """
     import torch
 
+    rate: Curve = computes["matmul"]["float32"]
+    bandwidth, streaming = moves["bandwidth"], moves["streaming"]
     factors: dict[str, float] = {}
     for name, (function, arguments) in function_calls().items():
         call, result = _with_copies(function, arguments), function(*arguments)
-        tensors = (*arguments, *(result if isinstance(result, tuple) else (result,)))
-        moved = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-        copy = moved / (bandwidth * streaming.at(moved))
-        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / copy, 2))
+        if name in CONVOLUTIONS:
+            flops = convolution_flops(name)
+            like = flops / (computes["peak"]["float32"] * rate.at(flops))
+        else:
+            tensors = (*arguments, *(result if isinstance(result, tuple) else (result,)))
+            moved = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+            like = moved / (bandwidth * streaming.at(moved))
+        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / like, 2))
     return factors
 
 
 def _with_copies(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
-    """A call of a function with these arguments, and with other copies of their tensors each time (`_pool`)."""
+    """A call of a function with these arguments, and with other copies of their tensors each time (`_pool`).
+
+    Its last results live on, as in a step, and so many as large as they have lived before: a step finds memory that the one
+    before it has given back, without faults of pages.
+    """
     import torch
 
     places = [i for i, a in enumerate(arguments) if isinstance(a, torch.Tensor)]
     pool = _pool([arguments[i] for i in places])
+    results: deque[Any] = deque(maxlen=RESULTS)
 
     def call() -> Any:
         given = dict(zip(places, next(pool), strict=True))
-        return function(*(given.get(i, a) for i, a in enumerate(arguments)))
+        results.append(function(*(given.get(i, a) for i, a in enumerate(arguments))))
+        return results[-1]
+
+    first = call()
+    for _ in range(RESULTS + 1):
+        results.append([t.clone() for t in (first if isinstance(first, tuple) else (first,))])
 
     return call
 

@@ -20,11 +20,14 @@ from itertools import pairwise
 from math import log
 from typing import TypeAlias
 
+from meshwright.hardware.functions import CONVOLUTIONS
 from meshwright.hardware.text import profile_text
 
 CallKind: TypeAlias = str
 """The kind of a call: ``matmul``; ``attention`` (fused); the name of an ATen function that is slower than a copy of as many
-bytes (``hardware.functions``); or ``other``."""
+bytes, or than a product of as many operations (``hardware.functions``); or ``other``."""
+PRODUCTS: tuple[CallKind, ...] = ("matmul", *sorted(CONVOLUTIONS))
+"""The kinds of calls that are products of matrices."""
 
 _HALF, _SINGLE = ("bfloat16", "float16"), ("float32", "tfloat32", "float64")
 _NEAREST = {
@@ -201,7 +204,8 @@ class Profile:
             they compute, because they do not arrive together; by these seconds. None: not measured.
         contention: how much longer functions take while a collective runs at the same time, as a fraction. The collective
             takes multiprocessors, memory bandwidth and power.
-        slower: ATen function → its seconds / the seconds of a copy of as many bytes.
+        slower: ATen function → its seconds / the seconds of a copy of as many bytes; of a convolution, / the seconds of a
+            product of as many operations.
     """
 
     name: str
@@ -250,19 +254,22 @@ class Profile:
             dtype: the dtype of the computation, as torch names it, or ``tfloat32``. If the profile lacks it, the nearest
                 dtype of the profile gives the efficiency, at the size that takes as long at peak, and the scatter is
                 doubled.
-            kind: see `CallKind`. Calls other than "matmul" and "attention" have the peak of float32 and no curve of efficiency,
+            kind: see `CallKind`. Calls other than products and attention have the peak of float32 and no curve of efficiency,
                 since tensor cores do not compute them.
         """
         arithmetic, known = self._arithmetic(flops, dtype, kind)
         streamed = moved / (self.bandwidth * self.streaming.at(moved)) if moved > 0 else 0.0
-        streamed *= self.slower.get(kind, 1.0)
+        if kind in PRODUCTS:
+            arithmetic *= self.slower.get(kind, 1.0)
+        else:
+            streamed *= self.slower.get(kind, 1.0)
         return Estimate(max(arithmetic, streamed, self.launch), self.scatter * (1 if known else 2))
 
     def _arithmetic(self, flops: float, dtype: str, kind: CallKind) -> tuple[float, bool]:
         """(flops / (peak · e(flops)), whether the profile has the dtype)."""
-        if kind not in ("matmul", "attention"):
+        if kind not in (*PRODUCTS, "attention"):
             return flops / self.peak[nearest_dtype("float32", self.peak)], True
-        curves = self.matmul if kind == "matmul" else self.attention
+        curves = self.attention if kind == "attention" else self.matmul
         peak_dtype = nearest_dtype(dtype, self.peak)
         curve_dtype = nearest_dtype(peak_dtype, curves)
         peak = self.peak[peak_dtype]
@@ -274,9 +281,9 @@ class Profile:
         """Seconds of the host for a send or a receive between stages of a pipeline."""
         return self.host_send or self.host_collective
 
-    def update(self, *, sharded: bool) -> float:
-        """Seconds of the host for a function of clipping or of the optimizer. ``sharded``: whether parameters are DTensors."""
-        return (sharded and self.host_sharded) or self.host_update or self.host
+    def update(self, *, dtensors: bool) -> float:
+        """Seconds of the host for a function of clipping or of the optimizer. ``dtensors``: whether parameters are DTensors."""
+        return (dtensors and self.host_sharded) or self.host_update or self.host
 
     def waiting(self, seconds: float, collectives: float) -> float:
         """Seconds in which a rank waits for ranks that arrive later at a collective: seconds · skew(seconds / collectives).

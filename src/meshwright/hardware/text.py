@@ -22,6 +22,8 @@ ABSENT = (
     "job_action",
 )
 """Optional fields of a profile: seconds, 0 by default."""
+HOST = ("host", "host_backward", *ABSENT)
+"""The fields of a profile for seconds of the host."""
 
 
 def profile_text(profile: Profile) -> str:

@@ -79,10 +79,16 @@ class Phase:
 
 
 class Clock:
-    """Computes the seconds of traces, for one profile and one mesh."""
+    """Computes the seconds of traces, for one profile and one mesh.
 
-    def __init__(self, profile: Profile, mesh: Mesh) -> None:
-        self._profile, self._mesh = profile, mesh
+    Args:
+        profile: of the hardware.
+        mesh: of the run.
+        dtensors: whether the parameters are DTensors.
+    """
+
+    def __init__(self, profile: Profile, mesh: Mesh, *, dtensors: bool) -> None:
+        self._profile, self._mesh, self._dtensors = profile, mesh, dtensors
         self._axes: dict[tuple[int, ...], tuple[str, Group]] = {}
 
     def phases(self, trace: Trace) -> list[Phase]:
@@ -114,7 +120,7 @@ class Clock:
         """Seconds of the host for one function of an action or phase."""
         profile = self._profile
         if label in UPDATES:
-            return profile.update(sharded=self._mesh.axis_size("dp_shard") * self._mesh.axis_size("tp") > 1)
+            return profile.update(dtensors=self._dtensors)
         return profile.host_backward if backward else profile.host
 
     def _job_seconds(self, label: Action | str) -> float:

@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from meshwright.hardware.meter import four_digits
 from meshwright.hardware.profile import Profile
-from meshwright.hardware.text import ABSENT
+from meshwright.hardware.text import HOST
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.planned import make_job
@@ -43,6 +43,7 @@ from meshwright.prediction.rehearsal import rehearsal_of, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.microbatches import rows_of_rank
+from meshwright.runtime.weights.fsdp import holds_dtensors
 
 if TYPE_CHECKING:
     from meshwright.workers.pool import LocalWorkers
@@ -53,8 +54,6 @@ MICROBATCHES = 4
 WARM, STEPS = 5, 15  # steps before the timed ones, in which blocks are recorded; timed steps
 _LEAST_HOST = 1e-8  # seconds of a function on the host
 _LEAST_FRACTION = 0.05
-HOST = ("host", "host_backward", *ABSENT)
-"""The fields of a profile for seconds of the host."""
 
 
 class Block(nn.Module):
@@ -189,10 +188,11 @@ class _JobRun:
         forward, backward, step, update = (statistics.mean(times) for times in zip(*measured, strict=True))
         rehearsal = rehearsal_of(build, (ids,), plan, _identity, torch.optim.AdamW, 1.0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
+        clock = Clock(hostless, plan.mesh, dtensors=holds_dtensors(rehearsal.recipe))
         functions, device, collectives = dict.fromkeys(_PASSES, 0.0), dict.fromkeys(_PASSES, 0.0), 0.0
         for rank in range(ranks):
             trace = rehearse(rehearsal, rank)
-            for (label, events), phase in zip(last_step(trace), Clock(hostless, plan.mesh).phases(trace), strict=True):
+            for (label, events), phase in zip(last_step(trace), clock.phases(trace), strict=True):
                 kind = "update" if label in UPDATES else str(getattr(label, "kind", ""))
                 if kind in _PASSES:
                     functions[kind] += sum(isinstance(event, Op) for event in events) / ranks

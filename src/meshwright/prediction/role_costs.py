@@ -33,6 +33,7 @@ from meshwright.prediction.trace import Trace
 from meshwright.recipe import Stage
 from meshwright.runtime.rows.batch import tensors_in
 from meshwright.runtime.rows.microbatches import rows_of_rank
+from meshwright.runtime.weights.fsdp import holds_dtensors
 from meshwright.schedule import Action, Edges, Schedule, make_schedule, with_transfers
 
 
@@ -106,7 +107,8 @@ class RolePredictor:
         first, traces = self._rehearsed(role)
         weights = [counts[role.pp_rank] for _, counts in self._folding.more]
         levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
-        seconds = phases_of([Clock(self._profile, recipe.mesh).phases(trace) for trace in traces], weights)
+        clock = Clock(self._profile, recipe.mesh, dtensors=holds_dtensors(recipe))
+        seconds = phases_of([clock.phases(trace) for trace in traces], weights)
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
         ran_whole = tuple(
             dict.fromkeys((f, module_pattern(module), line) for trace in traces for f, module, line in trace.ran_whole)

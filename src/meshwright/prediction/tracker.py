@@ -275,9 +275,9 @@ def _name(func: Any) -> str:
 def _kind(func: Any, flops: int) -> CallKind:
     if "attention" in _name(func):
         return "attention"
-    if flops:
-        return "matmul"
-    return _name(func) if _name(func) in OWN_RATE else "other"
+    if _name(func) in OWN_RATE:
+        return _name(func)
+    return "matmul" if flops else "other"
 
 
 def _dtype(inputs: list[Tensor], outputs: list[Tensor]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,12 +62,12 @@ class Calls:
             for (_, _, flops, moved), n in self.ops.items()
         )
 
-    def device(self, profile: Profile, rows: float, only: CallKind | None = None) -> float:
-        """Seconds on the device. ``only``: count only functions of this kind."""
+    def device(self, profile: Profile, rows: float, only: Collection[CallKind] | None = None) -> float:
+        """Seconds on the device. ``only``: count only functions of these kinds."""
         return sum(
             n * profile.compute(line_value(flops, rows), line_value(moved, rows), dtype, kind).seconds
             for (kind, dtype, flops, moved), n in self.ops.items()
-            if any((*flops, *moved)) and only in (None, kind)  # else no kernel runs
+            if any((*flops, *moved)) and (only is None or kind in only)  # else no kernel runs
         )
 
     def exchange(self, profile: Profile, rows: float) -> float:

@@ -37,7 +37,7 @@ from functools import cache
 from math import ceil
 
 from meshwright.hardware.collectives import Group, collective, neighbours
-from meshwright.hardware.profile import Profile
+from meshwright.hardware.profile import PRODUCTS, Profile
 from meshwright.runtime.weights.buckets import BYTES
 from meshwright.search.calls import Calls, line_value
 from meshwright.search.layer_costs import LayerCosts
@@ -84,6 +84,7 @@ class Estimator:
 
     Attributes:
         memory: the peak memory of candidates.
+        profile: the hardware.
     """
 
     def __init__(
@@ -97,12 +98,25 @@ class Estimator:
         *,
         gathers: bool = True,
     ) -> None:
-        self._profile, self._layer_costs = profile, layer_costs
+        self.profile = self._profile = profile
+        self._layer_costs, self._recomputed = layer_costs, recomputed
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
         self._ranks = PipelineRanks(layer_costs)
         self.memory = MemoryEstimator(layer_costs, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
+
+    def on(self, profile: Profile) -> Estimator:
+        """The estimator of the same layers on other hardware."""
+        return Estimator(
+            profile,
+            self._layer_costs,
+            self._recomputed,
+            self._sends,
+            self._itemsize,
+            self._reduced,
+            gathers=self._gathers,
+        )
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """The estimated time and memory of a candidate."""
@@ -153,7 +167,7 @@ class Estimator:
         """
         backward = self._layer_costs[candidate.tp].backward
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
-        return sum(n * calls.device(self._profile, candidate.rows, "matmul") for n, calls in parts) / 2
+        return sum(n * calls.device(self._profile, candidate.rows, PRODUCTS) for n, calls in parts) / 2
 
     def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> MicrobatchSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
@@ -168,7 +182,8 @@ class Estimator:
         host = line_value(
             self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
-        host *= self._profile.update(sharded=candidate.dp_shard * candidate.tp > 1)
+        mixed = self._gathers and self._itemsize < REDUCED  # then FSDP2 holds the parameters in every layout
+        host *= self._profile.update(dtensors=mixed or candidate.dp_shard * candidate.tp > 1)
         return device + host if self._profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:

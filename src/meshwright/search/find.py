@@ -20,6 +20,7 @@ import torch
 from meshwright.amounts import duration_text, size_text
 from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
+from meshwright.hardware.correction import Correction
 from meshwright.hardware.profile import Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
@@ -113,6 +114,8 @@ class SearchResult:
         rejected: families of which no plan fits.
         why: texts: why the first plan is faster than each of the others.
         notes: texts about the limits of the search.
+        estimator: of all candidates.
+        correction: what the measured seconds of the plans say of the profile; None if no plan was run.
     """
 
     plans: tuple[Proposal, ...]
@@ -121,7 +124,9 @@ class SearchResult:
     frontier: tuple[CandidateEstimate, ...] = ()
     rejected: tuple[RejectedFamily, ...] = ()
     why: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    estimator: Estimator | None = field(default=None, repr=False, compare=False)
+    correction: Correction | None = None
 
 
 def find_plans(
@@ -231,13 +236,13 @@ class _Space:
         estimates: of every candidate.
         pipelines: whether pipelines are among the candidates; True also for one device, where there can be none.
         blocks: the names of the repeated blocks.
-        memory: candidate → its peak bytes on a device.
+        estimator: of the candidates.
     """
 
     estimates: tuple[CandidateEstimate, ...]
     pipelines: bool
     blocks: tuple[str, ...]
-    memory: Callable[[Candidate], float]
+    estimator: Estimator
 
     @classmethod
     def of_model(
@@ -281,7 +286,7 @@ class _Space:
             tuple(map(estimator.estimate, every)),
             bool(staged) or devices == 1,
             rehearsals.blocks,
-            estimator.memory.peak,
+            estimator,
         )
 
 
@@ -293,12 +298,12 @@ def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callab
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
-    rejected = _rejected(space.estimates, capacity, space.memory)
+    rejected = _rejected(space.estimates, capacity, space.estimator.memory.peak)
     if not plans:
         raise _nothing(space, devices, model.rows, profile, model.options)
     return SearchResult(
         tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
-        tuple(_notes(model.options, pipelines=space.pipelines)),
+        tuple(_notes(model.options, pipelines=space.pipelines)), space.estimator,
     )  # fmt: skip
 
 
@@ -491,7 +496,7 @@ def _nothing(space: _Space, devices: int, rows: int, profile: Profile, options: 
         return findings.error()
     least = min(estimates, key=lambda e: e.nbytes)
     capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    change = _change(least.candidate, capacity, space.memory, ())
+    change = _change(least.candidate, capacity, space.estimator.memory.peak, ())
     findings.add(
         where="devices",
         given=f"{devices} of {profile.name}; of {len(estimates)} plans, the one that needs least needs"

@@ -1,13 +1,15 @@
-"""``measured``: runs the plans of a search for some steps on this machine, and sorts them by their measured seconds."""
+"""``measured``: runs the plans of a search for some steps on this machine, sorts them by their measured seconds, and learns
+from these what the profile has wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.amounts import duration_text
 from meshwright.deferred import Build
+from meshwright.hardware.correction import Correction, Part, corrected, learnt
 from meshwright.prediction.predict import measure
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
@@ -29,7 +31,8 @@ def measured(
     max_norm: float | None = 1.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Measures the plans of a search in local processes. Returns the result with the plan of the fastest measured step first.
+    """Measures the plans of a search in local processes. Returns the result with the plan of the fastest measured step first,
+    and with the correction of the profile (``hardware.correction``).
 
     Args:
         search_result: the plans to measure.
@@ -52,7 +55,28 @@ def measured(
         )
         plans.append(replace(proposal, measured=run))
     plans.sort(key=lambda proposal: proposal.measured.seconds.seconds if proposal.measured is not None else 0.0)
-    return replace(search_result, plans=tuple(plans), why=tuple(_why(plans)))
+    return replace(
+        search_result, plans=tuple(plans), why=tuple(_why(plans)), correction=_correction(search_result, plans)
+    )
+
+
+def _correction(search_result: SearchResult, plans: Sequence[Proposal]) -> Correction | None:
+    """What the measured seconds of the plans say of the profile."""
+    estimator = search_result.estimator
+    if estimator is None:
+        return None
+
+    def seconds(factors: Mapping[Part, float]) -> list[float]:
+        """The predicted seconds of each plan on the corrected profile: they change as the search's estimate does."""
+        other = estimator.on(corrected(estimator.profile, factors))
+        return [
+            proposal.seconds * other.estimate(proposal.estimate.candidate).seconds / proposal.estimate.seconds
+            for proposal in plans
+        ]
+
+    return learnt(
+        estimator.profile, seconds, [proposal.measured.seconds.seconds for proposal in plans if proposal.measured]
+    )
 
 
 def _why(plans: Sequence[Proposal]) -> Iterator[str]:

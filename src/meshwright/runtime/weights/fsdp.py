@@ -32,6 +32,11 @@ def needs_fsdp(recipe: Recipe) -> bool:
     return recipe.precision in ("bfloat16", "float16") or shards > 1 or (replicas > 1 and tp > 1)
 
 
+def holds_dtensors(recipe: Recipe) -> bool:
+    """Whether the parameters of a plan are DTensors: FSDP2 and tp hold them so."""
+    return needs_fsdp(recipe) or _largest(recipe, "tp") > 1
+
+
 def _largest(recipe: Recipe, axis: str) -> int:
     """The size of an axis in the submesh in which it is largest."""
     return max(recipe.places.axis_size(place, axis) for place in range(1 + len(recipe.branches)))
