@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from commands import calibrate_quickly, meshwright, write_profile
+from meshwright.cli.plan import keep_correction
 from meshwright.hardware import calibrated_file, read_profile
+from meshwright.hardware.correction import Correction, corrected
 from meshwright.workers.pool import LocalWorkers
 
 FILE = """
@@ -211,8 +213,14 @@ def test_rows_that_divide_over_one_of_the_plans_alone_are_told(file: str, plans:
 @pytest.mark.usefixtures("calibrated", "pooled")
 def test_plans_that_are_found_are_measured_and_sorted_by_that(file: str) -> None:
     given = ("plan", f"{file}:model", "--devices", "2", "--top", "2", "--measure", "2")
-    found = data(*given)["plans"]
+    before, result = read_profile("cpu-local"), data(*given)
+    found = result["plans"]
     assert len(found) == 2
+    factors, error = (result["correction"][key] for key in ("factors", "error"))
+    assert factors and error["after"] < error["before"]  # the profile is made up
+    kept = read_profile("cpu-local")
+    assert "corrected" in kept.notes
+    assert kept.bandwidth == pytest.approx(before.bandwidth / factors.get("memory", 1), rel=1e-3)
     seconds = [one["measured"]["seconds"]["mean"] for one in found]
     assert seconds == sorted(seconds)
     for one in found:
@@ -227,6 +235,25 @@ def test_plans_that_are_found_are_measured_and_sorted_by_that(file: str) -> None
 def test_plans_that_are_found_and_measured_are_shown(file: str) -> None:
     text = meshwright("plan", f"{file}:model", "--devices", "2", "--top", "2", "--measure", "2").stdout
     assert "predicted and measured" in text and "longer, measured" in text
+    assert "what these runs say of cpu-local" in text and "times as long" in text and "kept in" in text
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_corrected_profile_is_kept_unless_its_file_was_edited(edited: bool) -> None:
+    profile = read_profile("cpu-local")
+    if edited:
+        calibrated_file().write_text("# of my own\n" + calibrated_file().read_text())
+    before = calibrated_file().read_text()
+    said = keep_correction(Correction(corrected(profile, {"host": 2.0}), {"host": 2.0}, 0.5, 0.1), profile, None)
+    assert str(calibrated_file()) in said
+    if edited:
+        assert said.startswith("not kept") and calibrated_file().read_text() == before
+    else:
+        assert read_profile("cpu-local").host == pytest.approx(2 * profile.host)
+    assert (
+        keep_correction(Correction(profile, {}, 0.1, 0.1), profile, None) == keep_correction(None, profile, None) == ""
+    )
 
 
 def test_a_search_needs_to_know_for_how_many_devices_and_measures_this_machine_alone(file: str) -> None:

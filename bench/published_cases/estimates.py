@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.hardware.correction import Correction, Part, corrected, learnt
+from meshwright.hardware.profile import Estimate
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, FEW_BLOCKS, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
@@ -109,7 +110,7 @@ def _learnt(runs: Sequence[tuple[Case, float]]) -> Correction:
     return learnt(
         profile_of(first.machine, first.precision.compute),
         lambda factors: [estimate(case, tuple(factors.items())).seconds for case, _ in runs],
-        [seconds for _, seconds in runs],
+        [Estimate(seconds) for _, seconds in runs],
     )
 
 

@@ -19,6 +19,7 @@
     workers.launch launch                      runs a function in several local processes
     parity      check, Report                  compares a plan with one device
     prediction  predict, measure, Prediction   memory and time of a step, predicted or measured
+                correct_profile, MeasuredStep, Correction   a profile, corrected by measured steps
                 compare, Difference            how much more or less one plan takes than another
                 compare_branches, Comparison   whether it pays to run branches at the same time
     recording   record, compare_recordings     records a step of any script; compares two recordings
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         RowsError,
         UnfrozenError,
     )
+    from meshwright.hardware.correction import Correction
     from meshwright.layout import Partial, Replicate, Shard
     from meshwright.mesh import Mesh
     from meshwright.parity import Report, check
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from meshwright.prediction.branches.compare import compare_branches
     from meshwright.prediction.branches.comparison import Comparison
     from meshwright.prediction.difference import Difference, compare
+    from meshwright.prediction.learning import MeasuredStep, correct_profile
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
     from meshwright.recipe import Recipe
@@ -94,6 +97,7 @@ _HOME = {
     "check": "parity", "Report": "parity",
     "find_plans": "search.find", "SearchResult": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
+    "correct_profile": "prediction.learning", "MeasuredStep": "prediction.learning", "Correction": "hardware.correction",
     "compare": "prediction.difference", "Difference": "prediction.difference",
     "record": "recording.record", "Recording": "recording.record",
     "compare_recordings": "recording.compare", "Verdict": "recording.verdict",
@@ -107,10 +111,12 @@ __all__ = [
     "Branches",
     "CheckpointError",
     "Comparison",
+    "Correction",
     "Difference",
     "Finding",
     "Job",
     "LoadResult",
+    "MeasuredStep",
     "Mesh",
     "Partial",
     "Plan",
@@ -135,6 +141,7 @@ __all__ = [
     "compare",
     "compare_branches",
     "compare_recordings",
+    "correct_profile",
     "find_plans",
     "html_of",
     "launch",

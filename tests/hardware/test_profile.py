@@ -100,6 +100,20 @@ def test_other_work_computes_at_the_peak_of_float32() -> None:
     assert PROFILE.compute(1e12, 0.0, "bfloat16", "other").seconds == pytest.approx(0.1)
 
 
+def test_a_slower_product_takes_longer_to_compute_and_another_function_to_move() -> None:
+    slower = replace(PROFILE, slower={"convolution_backward": 1.5, "exp": 4.0})
+
+    def times(kind: str, flops: float, moved: float) -> float:
+        after, before = (of.compute(flops, moved, "bfloat16", kind).seconds for of in (slower, PROFILE))
+        return after / before
+
+    assert times("convolution_backward", 1e12, 1e3) == pytest.approx(1.5)
+    assert times("convolution", 1e12, 1e3) == times("matmul", 1e12, 1e3) == times("convolution_backward", 1e6, 1e9) == 1
+    assert times("exp", 0, 1e9) == pytest.approx(4.0)
+    of_product = PROFILE.compute(1e12, 1e3, "bfloat16", "matmul")
+    assert PROFILE.compute(1e12, 1e3, "bfloat16", "convolution") == of_product
+
+
 def test_a_type_without_a_curve_has_that_of_the_nearest_in_calls_of_the_same_time_and_scatters_twice_as_much() -> None:
     # 1e9 flops take as long at the peak of float32 as 1e10 at that of bfloat16.
     assert PROFILE.compute(1e9, 0.0, "float32", "matmul") == Estimate(pytest.approx(1e9 / (1e13 * HALF.at(1e10))), 0.2)

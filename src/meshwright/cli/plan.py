@@ -108,7 +108,7 @@ def plan(
         subject = _subject(request, search)
         with without_warnings(), console(stderr=as_json).status("reading the model", spinner="dots") as status:
             found = _best_plans(subject, request, search, status.update)
-        kept = _keep(found.correction, subject.profile, request.hardware)
+        kept = keep_correction(found.correction, subject.profile, request.hardware)
         if out is not None:
             write_whole(out, found.plans[0].plan.dump())
         if as_json:
@@ -169,7 +169,7 @@ def _measured(
         )  # fmt: skip
 
 
-def _keep(correction: Correction | None, profile: Profile, hardware: str | None) -> str:
+def keep_correction(correction: Correction | None, profile: Profile, hardware: str | None) -> str:
     """Writes a corrected profile over the file that it was read from. Returns a text that says what was done with it.
 
     A file that ``calibrate`` did not write, or that was edited since, is left as it is: its comments would be lost.

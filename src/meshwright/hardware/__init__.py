@@ -7,6 +7,7 @@ profile_file calibrated_file                      the path of this machine's pro
 devices      profile_here                         the profile of this machine's devices
 quantity     read_quantity, spell_quantity        a number with a unit as text: "3.35 TB/s"
 calibrate    calibrate                            measures the CPU of this machine
+correction   learnt, corrected                    corrects a profile by the measured seconds of steps
 exchange     measured_link, measured_skew         measures the link between processes, and how long they wait
 
     profile = read_profile("h100", network="roce-400")

@@ -3,14 +3,15 @@
 | quantity | equation | function |
 | --- | --- | --- |
 | corrected seconds | factor · seconds, for each part of a profile | `corrected` |
-| factors f | minimize Σᵢ ρ(ln(measuredᵢ / predictedᵢ(f)) / ``MODEL``) + Σₖ (ln fₖ / scatterₖ)² | `learnt` |
+| factors f | minimize Σᵢ ρ(ln(measuredᵢ / predictedᵢ(f)) / σᵢ) + Σₖ (ln fₖ / scatterₖ)² | `learnt` |
+| σ | √(``MODEL``² + the scatter of the measured seconds²) | `learnt` |
 | ρ(z) | z² to \\|z\\| = 2, and linear beyond | `_robust` |
 
 The first sum is the error of the steps. The second holds each factor near 1, the more so the surer the profile is of the part.
 Together they give the most probable factors, if errors and factors are log-normal (Tarantola, Inverse Problem Theory, SIAM
 2005, section 3.2). ρ is Huber's, so a step that something else disturbed decides nothing (Huber, Robust Estimation of a
-Location Parameter, 1964). The search is Hooke and Jeeves's ("Direct Search" Solution of Numerical and Statistical Problems, JACM 1961):
-predicted seconds are made of maxima, and have kinks.
+Location Parameter, 1964). The search is Hooke and Jeeves's ("Direct Search" Solution of Numerical and Statistical Problems,
+JACM 1961), since predicted seconds are made of maxima, and have kinks.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import exp, log
+from math import exp, hypot, log
 from typing import TypeAlias
 
-from meshwright.hardware.profile import Link, Profile
+from meshwright.hardware.profile import Estimate, Link, Profile
 from meshwright.hardware.text import HOST
 
 Part: TypeAlias = str
@@ -56,22 +57,24 @@ class Correction:
 
 
 def learnt(
-    profile: Profile, predict: Callable[[Mapping[Part, float]], Sequence[float]], measured: Sequence[float]
+    profile: Profile, predict: Callable[[Mapping[Part, float]], Sequence[float]], measured: Sequence[Estimate]
 ) -> Correction:
     """The profile that agrees best with the measured seconds of steps, and is not far from what it was.
 
     Args:
         profile: the profile of the devices that ran the steps.
         predict: factors → the seconds of each step that the profile predicts if it is ``corrected`` by them.
-        measured: the measured seconds of each step, in the same order.
+        measured: the measured seconds of each step, in the same order, with their scatter.
     """
     scatters = _scatters(profile)
+    took = [estimate.seconds for estimate in measured]
+    deviations = [hypot(MODEL, estimate.scatter) for estimate in measured]
 
     @cache
     def cost(logs: tuple[float, ...]) -> float:
         predicted = predict(_factors(scatters, logs))
-        errors = (log(seconds / said) for seconds, said in zip(measured, predicted, strict=True))
-        return sum(_robust(error / MODEL) for error in errors) + sum(
+        errors = (log(seconds / said) for seconds, said in zip(took, predicted, strict=True))
+        return sum(_robust(error / deviation) for error, deviation in zip(errors, deviations, strict=True)) + sum(
             (value / scatter) ** 2 for value, scatter in zip(logs, scatters.values(), strict=True)
         )
 
@@ -80,7 +83,7 @@ def learnt(
         for part, factor in _factors(scatters, _least(cost, len(scatters))).items()
         if abs(log(factor)) >= _NEGLIGIBLE
     }
-    before, after = _error(predict({}), measured), _error(predict(factors), measured)
+    before, after = _error(predict({}), took), _error(predict(factors), took)
     if not factors:
         return Correction(profile, factors, before, after)
     said = ", ".join(f"{part} × {factor:.2f}" for part, factor in factors.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshwright.prediction.memory import Memory
 from meshwright.prediction.play import PlayedStep, Transfer, play
 from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of
 from meshwright.prediction.result import Prediction, StepSeconds
-from meshwright.prediction.role_costs import role_costs
+from meshwright.prediction.role_costs import RoleCosts, RolePredictor, rehearsed_roles
 from meshwright.prediction.roles import Role, roles_of
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import plain
@@ -65,11 +65,58 @@ def predict(
         PlanError: every problem of the plan or the profile.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    plan = Plan.parse(plan)
-    rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
-    recipe = rehearsal.recipe
-    roles = roles_of(recipe)
-    costs = role_costs(roles, rehearsal, profile, fold=fold)
+    return RehearsedStep.of(build, batch, plan, profile, loss, optimizer, max_norm, fold=fold).on(profile)
+
+
+@dataclass(frozen=True)
+class RehearsedStep:
+    """A training step that was rehearsed, whose memory and seconds can be predicted on any hardware.
+
+    Attributes:
+        recipe: the recipe of its plan.
+        roles: the roles of the ranks.
+        predictor: of the costs of these roles.
+    """
+
+    recipe: Recipe
+    roles: tuple[Role, ...]
+    predictor: RolePredictor
+
+    @classmethod
+    def of(
+        cls,
+        build: Build,
+        batch: Any,
+        plan: PlanLike,
+        profile: Profile,
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer | None = None,
+        max_norm: float | None = 1.0,
+        *,
+        fold: bool = True,
+    ) -> RehearsedStep:
+        """Rehearses a step. For the arguments, and the errors, see ``predict``.
+
+        Args:
+            profile: of hardware like that for which the step is predicted: a CPU, or an accelerator.
+        """
+        rehearsal = rehearsal_of(build, batch, Plan.parse(plan), loss, optimizer or adamw_on(profile), max_norm)
+        roles = roles_of(rehearsal.recipe)
+        return cls(rehearsal.recipe, roles, rehearsed_roles(roles, rehearsal, profile, fold=fold))
+
+    def on(self, profile: Profile) -> Prediction:
+        """The memory and seconds of the step on this hardware."""
+        return _prediction(self.recipe, self.roles, self.predictor.costs(profile), profile)
+
+    def seconds(self, profile: Profile) -> StepSeconds:
+        """The seconds of the step on this hardware."""
+        return _step(self.recipe, profile, self.roles, self.predictor.phases(profile))[1]
+
+
+def _prediction(
+    recipe: Recipe, roles: tuple[Role, ...], costs: Mapping[int, RoleCosts], profile: Profile
+) -> Prediction:
+    """The prediction of a step from the costs of its roles. ``costs``: by the first rank of each role."""
     phases = {rank: cost.phases for rank, cost in costs.items()}
     memories = {rank: cost.memory for rank, cost in costs.items()}
     assumed = dict.fromkeys(read for cost in costs.values() for read in cost.assumed)

@@ -1,4 +1,4 @@
-"""``role_costs``: the memory and seconds of each role in a step, from as few rehearsals as possible.
+"""``RolePredictor``: the memory and seconds of each role in a step, from as few rehearsals as possible.
 
     role ──► rehearsals with few blocks, and with one more    blocks.py, passing.py
              and with three microbatches                      composition.py
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshwright.hardware.profile import Profile
 from meshwright.names import pattern
@@ -53,42 +53,44 @@ class RoleCosts:
     ran_whole: tuple[tuple[str, str, str], ...] = ()
 
 
-def role_costs(
+def rehearsed_roles(
     roles: Sequence[Role], rehearsal: Rehearsal, profile: Profile, *, fold: bool = True
-) -> dict[int, RoleCosts]:
-    """First rank of each role → its memory and seconds.
+) -> RolePredictor:
+    """The rehearsals of all roles, from which ``RolePredictor.costs`` computes memory and seconds on any hardware.
 
     Args:
         rehearsal: of the full model with all microbatches.
-        profile: of the hardware.
+        profile: of hardware for which the costs are tried.
         fold: whether blocks and microbatches that do the same are rehearsed once. If this fails, all of them are rehearsed.
     """
-    if not fold:
-        unfolded = RolePredictor(rehearsal, profile, fold=False)
-        return {role.rank: unfolded.predict(role) for role in roles}
-    folded = RolePredictor(rehearsal, profile)
+    predictor = RolePredictor(roles, rehearsal, fold=fold)
     try:
-        return {role.rank: folded.predict(role) for role in roles}
+        predictor.costs(profile)
     except Exception:  # a model may raise any exception if some of its blocks are passed through
-        if not folded.folds:
+        if not predictor.folds:
             raise
-        return role_costs(roles, rehearsal, profile, fold=False)
+        return rehearsed_roles(roles, rehearsal, profile, fold=False)
+    return predictor
 
 
 class RolePredictor:
     """Predicts the memory and seconds of the roles of a step.
 
     Args:
+        roles: the roles of the ranks.
         rehearsal: of the full model with all microbatches.
-        profile: of the hardware.
         fold: whether blocks and microbatches that do the same are rehearsed once.
+
+    Attributes:
+        costs: a profile → first rank of each role → its memory and seconds.
     """
 
-    def __init__(self, rehearsal: Rehearsal, profile: Profile, *, fold: bool = True) -> None:
-        self._rehearsal, self._profile = rehearsal, profile
+    def __init__(self, roles: Sequence[Role], rehearsal: Rehearsal, *, fold: bool = True) -> None:
+        self._roles, self._rehearsal = roles, rehearsal
         self._short = rehearsal.shortened(REHEARSED) if fold else rehearsal
         self._folding = folding_of(rehearsal.planned.model, rehearsal.recipe) if fold else Folding(PrunedModel({}))
         self._traces: dict[Hashable, tuple[int, list[Trace]]] = {}
+        self.costs = lru_cache(1)(self._costs)
 
     @property
     def folds(self) -> bool:
@@ -101,25 +103,40 @@ class RolePredictor:
         models = [self._folding.base, *(pruned for pruned, _ in self._folding.more)]
         return [self._short.passing_through(blocks) for blocks in models]
 
-    def predict(self, role: Role) -> RoleCosts:
-        """Rehearses a role, and returns its memory and seconds."""
-        recipe = self._rehearsal.recipe
+    def _costs(self, profile: Profile) -> dict[int, RoleCosts]:
+        return {role.rank: self._predict(role, profile) for role in self._roles}
+
+    def phases(self, profile: Profile) -> dict[int, list[Phase]]:
+        """First rank of each role → its actions and phases with their seconds: the costs without the memory."""
+        return {role.rank: self._phases(role, profile) for role in self._roles}
+
+    def _phases(self, role: Role, profile: Profile) -> list[Phase]:
         first, traces = self._rehearsed(role)
-        weights = [counts[role.pp_rank] for _, counts in self._folding.more]
-        levels = [levels_of(trace, CPU if self._profile.cores else GPU) for trace in traces]
-        clock = Clock(self._profile, recipe.mesh, dtensors=holds_dtensors(recipe))
-        seconds = phases_of([clock.phases(trace) for trace in traces], weights)
+        clock = Clock(profile, self._rehearsal.recipe.mesh, dtensors=holds_dtensors(self._rehearsal.recipe))
+        seconds = phases_of([clock.phases(trace) for trace in traces], self._weights(role))
+        whole = first == role.rank and self._short is self._rehearsal
+        return seconds if whole else _timed(seconds, self._schedule.ranks[role.pp_rank])
+
+    def _weights(self, role: Role) -> list[int]:
+        """How often each further block counts on the rank of a role."""
+        return [counts[role.pp_rank] for _, counts in self._folding.more]
+
+    def _predict(self, role: Role, profile: Profile) -> RoleCosts:
+        """Rehearses a role if no other that does the same has been, and returns its memory and seconds."""
+        first, traces = self._rehearsed(role)
+        weights = self._weights(role)
+        levels = [levels_of(trace, CPU if profile.cores else GPU) for trace in traces]
         assumed = tuple(dict.fromkeys(read for trace in traces for read in trace.assumed))
         ran_whole = tuple(
             dict.fromkeys((f, module_pattern(module), line) for trace in traces for f, module, line in trace.ran_whole)
         )
         phases = phase_levels(levels, weights)
         if first == role.rank and self._short is self._rehearsal:
-            as_rehearsed = [_InOrder(phase.label, phase) for phase in phases]
-            return RoleCosts(self._memory(levels, weights, as_rehearsed), seconds, assumed, ran_whole)
-        actions = self._schedule.ranks[role.pp_rank]
-        in_order = _in_order(phases, actions, self._left_out_bytes(role.rank))
-        return RoleCosts(self._memory(levels, weights, in_order), _timed(seconds, actions), assumed, ran_whole)
+            in_order = [_InOrder(phase.label, phase) for phase in phases]
+        else:
+            in_order = _in_order(phases, self._schedule.ranks[role.pp_rank], self._left_out_bytes(role.rank))
+        memory = self._memory(levels, weights, in_order, profile.reserve)
+        return RoleCosts(memory, self._phases(role, profile), assumed, ran_whole)
 
     # --- rehearsals ---------------------------------------------------------------------------------------------------
 
@@ -163,15 +180,17 @@ class RolePredictor:
         rows = rows_of_rank(rehearsal.batch, rehearsal.recipe, rank)
         return sum(t.nbytes for t in tensors_in(rows))
 
-    def _memory(self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder]) -> Memory:
-        """The peak memory over all actions and phases of the full model."""
+    def _memory(
+        self, levels: Sequence[Levels], weights: Sequence[int], phases: Sequence[_InOrder], reserve: float
+    ) -> Memory:
+        """The peak memory over all actions and phases of the full model. ``reserve``: see ``Profile``."""
         fullest = max(phases, key=lambda phase: phase.highest)
         items, sites = items_of(levels, fullest.levels.highest)
         rehearsed = round(linear(levels[0].persistent, [other.persistent for other in levels[1:]], weights))
         gradients = _gradients(levels, phases)
         return Memory(
             fullest.highest, fullest.with_others(items, gradients), str(fullest.label), sites, rehearsed + fullest.rows,
-            self._profile.reserve,
+            reserve,
             _by_phase(levels, phases, gradients),
         )  # fmt: skip
 

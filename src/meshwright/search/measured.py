@@ -74,9 +74,7 @@ def _correction(search_result: SearchResult, plans: Sequence[Proposal]) -> Corre
             for proposal in plans
         ]
 
-    return learnt(
-        estimator.profile, seconds, [proposal.measured.seconds.seconds for proposal in plans if proposal.measured]
-    )
+    return learnt(estimator.profile, seconds, [proposal.measured.seconds for proposal in plans if proposal.measured])
 
 
 def _why(plans: Sequence[Proposal]) -> Iterator[str]:
