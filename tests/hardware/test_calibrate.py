@@ -16,7 +16,7 @@ from meshwright.workers.pool import LocalWorkers
 
 @pytest.fixture(scope="module")
 def measured() -> Profile:
-    return calibrate(sides=(32, 64, 128), lengths=(32, 64), sizes=(2**14, 2**18, 2**20), rounds=3, budget=0.1)
+    return calibrate(sides=(32, 64, 128), lengths=(32, 64), sizes=(2**14, 2**18, 2**20), rounds=3, budget=2.0)
 
 
 def test_rates_are_those_of_a_machine(measured: Profile) -> None:
