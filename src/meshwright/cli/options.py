@@ -107,7 +107,8 @@ MeasureOption = Annotated[
         metavar="STEPS",
         show_default=False,
         min=2,
-        help="Also run this many steps of each plan in local processes, and sort the plans by the measured time",
+        help="Also run this many steps of each plan in local processes, sort the plans by the measured time, and correct "
+        "the profile by it",
     ),
 ]
 TwoPlansOption = Annotated[
