@@ -235,7 +235,7 @@ def test_plans_that_are_found_are_measured_and_sorted_by_that(file: str) -> None
 def test_plans_that_are_found_and_measured_are_shown(file: str) -> None:
     text = meshwright("plan", f"{file}:model", "--devices", "2", "--top", "2", "--measure", "2").stdout
     assert "predicted and measured" in text and "longer, measured" in text
-    assert "what these runs say of cpu-local" in text and "times as long" in text and "kept in" in text
+    assert "what these runs say of cpu-local" in text and "seconds of " in text and "kept in" in text
 
 
 @pytest.mark.usefixtures("calibrated")

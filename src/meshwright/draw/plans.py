@@ -90,9 +90,9 @@ def measured_table(result: SearchResult) -> Table:
 def _correction(correction: Correction) -> str:
     """The factors of a corrected profile, and the error of the predicted seconds before and after."""
     if not correction.factors:
-        return f"it is as exact as they can tell: predicted seconds are off by {correction.before:.0%} on average"
-    factors = ", ".join(f"{part} takes {factor:.2f} times as long" for part, factor in correction.factors.items())
-    return f"{factors}: predicted seconds off by {correction.before:.0%} → {correction.after:.0%} on average"
+        return f"it is as exact as they can tell: predicted steps are off by {correction.before:.0%} on average"
+    factors = ", ".join(f"{part} × {factor:.2f}" for part, factor in correction.factors.items())
+    return f"seconds of {factors}: predicted steps off by {correction.before:.0%} → {correction.after:.0%} on average"
 
 
 def _interval(proposal: Proposal) -> str:
