@@ -256,6 +256,25 @@ def test_a_corrected_profile_is_kept_unless_its_file_was_edited(edited: bool) ->
     )
 
 
+@pytest.mark.usefixtures("calibrated")
+def test_a_search_of_some_nodes_changes_no_profile_s_nodes() -> None:
+    profile = read_profile("cpu-local")
+    searched = corrected(replace(profile, devices_per_node=1), {"host": 2.0})
+    keep_correction(Correction(searched, {"host": 2.0}, 0.5, 0.1), profile, None)
+    assert read_profile("cpu-local").devices_per_node == profile.devices_per_node == 4096
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_a_profile_that_cannot_be_written_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(text: str, file: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("meshwright.hardware.profile_file.keep_profile", full)
+    profile = read_profile("cpu-local")
+    said = keep_correction(Correction(profile, {"host": 2.0}, 0.5, 0.1), profile, None)
+    assert said.startswith("not kept") and "No space left" in said
+
+
 def test_a_search_needs_to_know_for_how_many_devices_and_measures_this_machine_alone(file: str) -> None:
     given = ("plan", f"{file}:model", "--hardware", "h100", "--measure", "2")
     assert "--devices 8" in meshwright(*given, code=2).stderr

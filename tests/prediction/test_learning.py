@@ -76,5 +76,7 @@ def test_wrong_seconds_are_told_together() -> None:
     with pytest.raises(PlanError) as raised:
         mw.correct_profile(steps)
     assert "steps[0].seconds" in str(raised.value) and "steps[2].seconds" in str(raised.value)
+    with pytest.raises(PlanError, match=r"steps\[0\]\.scatter"):
+        mw.correct_profile([mw.MeasuredStep(Net, BATCH, LAYOUTS[0], 0.1, scatter=-0.1, loss=loss)])
     with pytest.raises(PlanError, match="at least one measured step"):
         mw.correct_profile([])

@@ -15,12 +15,14 @@ from meshwright.hardware.reader import read_profile
 from meshwright.prediction.clock import before_last_step, last_step
 from meshwright.prediction.predict import adamw_on
 from meshwright.prediction.rehearsal import TWO_STEPS, RehearsedStep, rehearse
+from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.find import repeat_rows
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
+from meshwright.search.measured import _correction as measured_correction
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import Candidate, candidates, divisors
@@ -353,3 +355,17 @@ def test_more_rows_of_one_rehearsal_are_those_of_another(device):
         if isinstance(alone[0], Action):
             functions = [[event for event in of[1] if isinstance(event, Op | Collective)] for of in (of_both, alone)]
             assert functions[0] == functions[1] != []
+
+
+def test_measured_plans_correct_the_profile_from_their_predictions(found):
+    """A split backward has the estimate of the whole one: what counts is how the estimate changes with the profile."""
+    staged = next(proposal for proposal in found.plans if proposal.estimate.candidate.pp > 1)
+    candidate = replace(staged.estimate.candidate, chunks=1, recompute=False, saved_blocks=0, split=True)
+    split = replace(staged, estimate=replace(staged.estimate, candidate=candidate))
+
+    def took(factor):
+        measured = Prediction((), {}, StepSeconds(factor * split.seconds), "this machine", "", source="measured")
+        return measured_correction(found, [replace(split, measured=measured)])
+
+    assert took(1.0).before == pytest.approx(0, abs=1e-9) and not took(1.0).factors
+    assert took(1.25).before == pytest.approx(0.2) and took(1.25).after < 0.1

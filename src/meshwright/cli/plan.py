@@ -173,15 +173,23 @@ def keep_correction(correction: Correction | None, profile: Profile, hardware: s
     """Writes a corrected profile over the file that it was read from. Returns a text that says what was done with it.
 
     A file that ``calibrate`` did not write, or that was edited since, is left as it is: its comments would be lost.
+
+    Args:
+        profile: as it was read. (A search with ``--nodes`` has its own number of devices of a node.)
+        hardware: the option ``--hardware``.
     """
     if correction is None or not correction.factors:
         return ""
+    from meshwright.hardware.correction import corrected
     from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file, keep_profile
 
     file = calibrated_file() if hardware in (None, CPU_LOCAL) else Path(str(hardware))
-    if file.read_text(encoding="utf-8") != profile.text():
-        return f"not kept: {file} has been edited, and would lose that"
-    keep_profile(correction.profile.text(), file)
+    try:
+        if file.read_text(encoding="utf-8") != profile.text():
+            return f"not kept: {file} has been edited, and would lose that"
+        keep_profile(corrected(profile, correction.factors).text(), file)
+    except OSError as error:  # what the runs showed is printed in any case
+        return f"not kept in {file}: {error.strerror or error}"
     return f"kept in {file}; meshwright calibrate measures anew"
 
 

@@ -36,7 +36,7 @@ OTHER_HOST = 0.5
 """Scatter of the host's seconds in the profile of an accelerator: the profile cannot know the CPU beside it."""
 MOST = 4.0  # a factor at most, or its inverse
 _STEPS = (0.7, 0.35, 0.17, 0.08, 0.04, 0.02)  # of ln f, one after the other
-_NOTE = "; corrected: "
+_NOTE = "; corrected: "  # in the notes of a profile, before the factors of its last correction
 _NEGLIGIBLE = 0.02  # |ln f| below which a part is left as it is
 
 
@@ -84,18 +84,18 @@ def learnt(
         if abs(log(factor)) >= _NEGLIGIBLE
     }
     before, after = _error(predict({}), took), _error(predict(factors), took)
-    if not factors:
-        return Correction(profile, factors, before, after)
-    said = ", ".join(f"{part} × {factor:.2f}" for part, factor in factors.items())
-    notes = f"{profile.notes.partition(_NOTE)[0]}{_NOTE}{said}, by the measured steps of {len(measured)} plans"
-    return Correction(replace(corrected(profile, factors), notes=notes), factors, before, after)
+    return Correction(corrected(profile, factors), factors, before, after)
 
 
 def corrected(profile: Profile, factors: Mapping[Part, float]) -> Profile:
-    """The profile in which each of these parts takes ``factor`` times as long."""
+    """The profile in which each of these parts takes ``factor`` times as long. Its notes say so."""
+    if not factors:
+        return profile
+    said = ", ".join(f"{part} × {factor:.2f}" for part, factor in factors.items())
     products, memory, host = (factors.get(part, 1.0) for part in ("products", "memory", "host"))
     return replace(
         profile,
+        notes=f"{profile.notes.partition(_NOTE)[0]}{_NOTE}{said}",
         peak={dtype: rate / products for dtype, rate in profile.peak.items()},
         bandwidth=profile.bandwidth / memory,
         launch=profile.launch * memory,

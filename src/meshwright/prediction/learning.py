@@ -17,7 +17,7 @@ from meshwright.hardware.correction import Correction, Part, corrected, learnt
 from meshwright.hardware.profile import Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import PlanLike
-from meshwright.prediction.predict import RehearsedStep
+from meshwright.prediction.predict import RehearsedPlan
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
 
@@ -52,7 +52,7 @@ def correct_profile(steps: Sequence[MeasuredStep], *, hardware: str | Profile = 
         Path("our_a100.yaml").write_text(correction.profile.text())
 
     Five factors are learnt: of products, of memory, of the host, and of the links within and between nodes
-    (``hardware.correction``). Few steps move a profile little; steps of several layouts and sizes tell its parts apart. Call it
+    (``hardware.correction``). Steps of several layouts and sizes tell these parts apart; steps that scatter count less. Call it
     in a plain process, not on a rank of a run. It rehearses each step once, as ``predict`` does.
 
     Args:
@@ -60,12 +60,13 @@ def correct_profile(steps: Sequence[MeasuredStep], *, hardware: str | Profile = 
         hardware: the profile of the devices that ran the steps, its name (``h100``), or the path of its YAML file.
 
     Raises:
-        PlanError: there are no steps, seconds are not above 0, or every problem of a plan or of the profile.
+        PlanError: there are no steps, seconds are not above 0, a scatter is below 0, or every problem of a plan or of the
+            profile.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     _check(steps)
     rehearsed = [
-        RehearsedStep.of(step.build, step.batch, step.plan, profile, step.loss, step.optimizer, step.max_norm)
+        RehearsedPlan.of(step.build, step.batch, step.plan, profile, step.loss, step.optimizer, step.max_norm)
         for step in steps
     ]
 
@@ -77,7 +78,7 @@ def correct_profile(steps: Sequence[MeasuredStep], *, hardware: str | Profile = 
 
 
 def _check(steps: Sequence[MeasuredStep]) -> None:
-    """Raises PlanError with every problem of the measured seconds."""
+    """Raises PlanError with every problem of the measured seconds and their scatter."""
     findings = Findings("these steps")
     if not steps:
         findings.add(where="steps", given="none", required="at least one measured step", fix="[MeasuredStep(…)]")
@@ -88,5 +89,12 @@ def _check(steps: Sequence[MeasuredStep]) -> None:
                 given=str(step.seconds),
                 required="seconds above 0",
                 fix="seconds=0.41",
+            )
+        if not 0 <= step.scatter < float("inf"):
+            findings.add(
+                where=f"steps[{number}].scatter",
+                given=str(step.scatter),
+                required="a fraction of the seconds, at least 0",
+                fix="scatter=0.05",
             )
     findings.raise_if_any()

@@ -65,12 +65,12 @@ def predict(
         PlanError: every problem of the plan or the profile.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    return RehearsedStep.of(build, batch, plan, profile, loss, optimizer, max_norm, fold=fold).on(profile)
+    return RehearsedPlan.of(build, batch, plan, profile, loss, optimizer, max_norm, fold=fold).on(profile)
 
 
 @dataclass(frozen=True)
-class RehearsedStep:
-    """A training step that was rehearsed, whose memory and seconds can be predicted on any hardware.
+class RehearsedPlan:
+    """A plan whose training step was rehearsed, so that its memory and seconds can be predicted on any hardware.
 
     Attributes:
         recipe: the recipe of its plan.
@@ -94,7 +94,7 @@ class RehearsedStep:
         max_norm: float | None = 1.0,
         *,
         fold: bool = True,
-    ) -> RehearsedStep:
+    ) -> RehearsedPlan:
         """Rehearses a step. For the arguments, and the errors, see ``predict``.
 
         Args:

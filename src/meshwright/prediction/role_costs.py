@@ -114,8 +114,11 @@ class RolePredictor:
         first, traces = self._rehearsed(role)
         clock = Clock(profile, self._rehearsal.recipe.mesh, dtensors=holds_dtensors(self._rehearsal.recipe))
         seconds = phases_of([clock.phases(trace) for trace in traces], self._weights(role))
-        whole = first == role.rank and self._short is self._rehearsal
-        return seconds if whole else _timed(seconds, self._schedule.ranks[role.pp_rank])
+        return seconds if self._is_whole(role, first) else _timed(seconds, self._schedule.ranks[role.pp_rank])
+
+    def _is_whole(self, role: Role, rehearsed: int) -> bool:
+        """Whether a rehearsal has all actions of a role in their order. ``rehearsed``: the rank that was rehearsed."""
+        return rehearsed == role.rank and self._short is self._rehearsal
 
     def _weights(self, role: Role) -> list[int]:
         """How often each further block counts on the rank of a role."""
@@ -131,7 +134,7 @@ class RolePredictor:
             dict.fromkeys((f, module_pattern(module), line) for trace in traces for f, module, line in trace.ran_whole)
         )
         phases = phase_levels(levels, weights)
-        if first == role.rank and self._short is self._rehearsal:
+        if self._is_whole(role, first):
             in_order = [_InOrder(phase.label, phase) for phase in phases]
         else:
             in_order = _in_order(phases, self._schedule.ranks[role.pp_rank], self._left_out_bytes(role.rank))

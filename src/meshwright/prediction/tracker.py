@@ -273,10 +273,11 @@ def _name(func: Any) -> str:
 
 
 def _kind(func: Any, flops: int) -> CallKind:
-    if "attention" in _name(func):
+    name = _name(func)
+    if "attention" in name:
         return "attention"
-    if _name(func) in OWN_RATE:
-        return _name(func)
+    if name in OWN_RATE:
+        return name
     return "matmul" if flops else "other"
 
 

@@ -98,7 +98,7 @@ class Estimator:
         *,
         gathers: bool = True,
     ) -> None:
-        self.profile = self._profile = profile
+        self.profile = profile
         self._layer_costs, self._recomputed = layer_costs, recomputed
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
@@ -129,7 +129,7 @@ class Estimator:
         terms["clip and optimizer"] = self._update(candidate)
         if shared := self._shared_cores(candidate, terms):
             terms["shared cores"] = shared
-        if waiting := self._profile.waiting(sum(terms.values()), self._synchronizations(candidate)):
+        if waiting := self.profile.waiting(sum(terms.values()), self._synchronizations(candidate)):
             terms["waiting for other ranks"] = waiting
         return CandidateEstimate(
             candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms)
@@ -140,7 +140,7 @@ class Estimator:
 
         The deviations add up linearly, because terms that use the same constants err in the same direction (see `Estimate`).
         """
-        profile = self._profile
+        profile = self.profile
         links = max(profile.node.scatter, profile.network.scatter if profile.network is not None else 0.0)
         deviation = sum(
             seconds * (links if term in ("tp", "data") else profile.scatter) for term, seconds in terms.items()
@@ -167,14 +167,14 @@ class Estimator:
         """
         backward = self._layer_costs[candidate.tp].backward
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
-        return sum(n * calls.device(self._profile, candidate.rows, PRODUCTS) for n, calls in parts) / 2
+        return sum(n * calls.device(self.profile, candidate.rows, PRODUCTS) for n, calls in parts) / 2
 
     def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> MicrobatchSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
         layer_costs = self._layer_costs[tp]
         calls: Calls = getattr(layer_costs.forward if kind == "F" else layer_costs.backward, part)
-        host = self._profile.host if kind == "F" else self._profile.host_backward
-        return calls.device(self._profile, rows), calls.exchange(self._profile, rows), calls.host(self._profile, host)
+        host = self.profile.host if kind == "F" else self.profile.host_backward
+        return calls.device(self.profile, rows), calls.exchange(self.profile, rows), calls.host(self.profile, host)
 
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
@@ -183,17 +183,17 @@ class Estimator:
             self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
         mixed = self._gathers and self._itemsize < REDUCED  # then FSDP2 holds the parameters in every layout
-        host *= self._profile.update(dtensors=mixed or candidate.dp_shard * candidate.tp > 1)
-        return device + host if self._profile.cores else max(device, host)
+        host *= self.profile.update(dtensors=mixed or candidate.dp_shard * candidate.tp > 1)
+        return device + host if self.profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
         """Seconds of clipping and the optimizer on the device, per element before sharding."""
-        return self._profile.update_fraction * self._layer_costs[tp].update.device(self._profile, 1 / shards)
+        return self.profile.update_fraction * self._layer_costs[tp].update.device(self.profile, 1 / shards)
 
     def _shared_cores(self, candidate: Candidate, terms: Mapping[str, float]) -> float:
         """Seconds that a step takes longer because all ranks share the cores of one machine; 0.0 on an accelerator."""
         busy_seconds = sum(seconds for term, seconds in terms.items() if term != "bubble")
-        ranks, cores = candidate.pp * candidate.data * candidate.tp, self._profile.cores
+        ranks, cores = candidate.pp * candidate.data * candidate.tp, self.profile.cores
         return max(0.0, ranks * busy_seconds / cores - sum(terms.values())) if cores else 0.0
 
     def _synchronizations(self, candidate: Candidate) -> float:
@@ -219,7 +219,7 @@ class Estimator:
         On an accelerator, the term "host" has only the host time that exceeds the time of device and tp.
         """
         device, tp = (sum(seconds[i] for seconds in passes) for i in (0, 1))
-        if self._profile.cores:
+        if self.profile.cores:
             return {"compute": device, "tp": tp, "host": sum(seconds[2] for seconds in passes)}
         return {"compute": device, "tp": tp, "host": sum(_waits(host, device, tp) for device, tp, host in passes)}
 
@@ -243,7 +243,7 @@ class Estimator:
         block, first, last = self._layer_costs[candidate.tp].elements
         gather, (scatter, total) = self._gather(candidate, block), self._reductions(candidate, block)
         root = self._gather(candidate, first + last)
-        hides = 0.0 if self._profile.cores else 1.0
+        hides = 0.0 if self.profile.cores else 1.0
         gathers = root + max(gather, blocks * gather - hides * forward) if candidate.dp_shard > 1 else 0.0
         gathers_again = 0.0  # in the backward
         if candidate.dp_shard > 1 and candidate.reshard:
@@ -258,7 +258,7 @@ class Estimator:
 
     def _contention(self, candidate: Candidate, terms: Mapping[str, float], blocks: int, gathers: int) -> float:
         """Seconds that compute takes longer because collectives of the data axes overlap with it."""
-        if not self._profile.contention:
+        if not self.profile.contention:
             return 0.0
         block, first, last = self._layer_costs[candidate.tp].elements
         collectives = 0.0
@@ -266,7 +266,7 @@ class Estimator:
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
             collectives += units * (gathers * gather + self._reduce(candidate, elements))
         hidden = max(0.0, collectives - terms["data"])
-        return self._profile.contention * min(terms["compute"], hidden)
+        return self.profile.contention * min(terms["compute"], hidden)
 
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
@@ -284,8 +284,8 @@ class Estimator:
             weights += [self._weight_gradients(candidate, rank) if candidate.split else 0.0] * rank.count
         slowest = max(microbatches, key=lambda microbatch: sum(microbatch.values()))
         terms = {name: candidate.microbatches * seconds for name, seconds in slowest.items()}
-        pair = _pair(self._profile, candidate.data * candidate.tp)
-        send = collective(self._profile, "send", round(self._sends * candidate.rows), pair).seconds
+        pair = _pair(self.profile, candidate.data * candidate.tp)
+        send = collective(self.profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._ranks.elements(candidate))
         terms["compute"] += self._copies(candidate, elements, 1)
@@ -318,7 +318,7 @@ class Estimator:
             ]
         units = self._layer_costs[candidate.tp].blocks // candidate.pp + 1
         return units * sum(
-            times * self._profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
+            times * self.profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
             if nbytes
         )
@@ -330,7 +330,7 @@ class Estimator:
         root for the backward.) They delay the step where the device does not work meanwhile. 0.0 on a CPU: nothing hides them,
         see `_job_host`.
         """
-        profile, chunks = self._profile, candidate.chunks
+        profile, chunks = self.profile, candidate.chunks
         if profile.cores:
             return 0.0
         if candidate.pp > 1:
@@ -341,7 +341,7 @@ class Estimator:
     @property
     def _unit_host(self) -> float:
         """Seconds of the host to gather, or to reduce, an FSDP unit. 0.0 without FSDP2."""
-        return (self._profile.host_unit or self._profile.host_collective) if self._gathers else 0.0
+        return (self.profile.host_unit or self.profile.host_collective) if self._gathers else 0.0
 
     def _job_host(
         self, candidate: Candidate, gathers: int, forward: MicrobatchSeconds, backward: MicrobatchSeconds
@@ -357,7 +357,7 @@ class Estimator:
             forward, backward: one microbatch.
         """
         profile, units_host = (
-            self._profile,
+            self.profile,
             (self._layer_costs[candidate.tp].blocks // candidate.pp + 1) * self._unit_host,
         )
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
@@ -381,8 +381,8 @@ class Estimator:
 
     def _gather(self, candidate: Candidate, elements: float) -> float:
         """Seconds of an all-gather of parameters over the shards."""
-        group = neighbours(self._profile, candidate.dp_shard, candidate.tp)
-        return collective(self._profile, "all_gather", round(elements * self._itemsize), group).seconds
+        group = neighbours(self.profile, candidate.dp_shard, candidate.tp)
+        return collective(self.profile, "all_gather", round(elements * self._itemsize), group).seconds
 
     def _reduce(self, candidate: Candidate, elements: float) -> float:
         """Seconds to reduce gradients over shards and replicas."""
@@ -392,11 +392,11 @@ class Estimator:
         """Seconds of (reduce-scatter over the shards, all-reduce over the replicas) of gradients."""
         scatter, total, nbytes = 0.0, 0.0, elements * self._reduced
         if candidate.dp_shard > 1:
-            group = neighbours(self._profile, candidate.dp_shard, candidate.tp)
-            scatter = collective(self._profile, "reduce_scatter", round(nbytes), group).seconds
+            group = neighbours(self.profile, candidate.dp_shard, candidate.tp)
+            scatter = collective(self.profile, "reduce_scatter", round(nbytes), group).seconds
         if candidate.dp_replicate > 1:
-            group = neighbours(self._profile, candidate.dp_replicate, candidate.tp * candidate.dp_shard)
-            total = collective(self._profile, "all_reduce", round(nbytes / candidate.dp_shard), group).seconds
+            group = neighbours(self.profile, candidate.dp_replicate, candidate.tp * candidate.dp_shard)
+            total = collective(self.profile, "all_reduce", round(nbytes / candidate.dp_shard), group).seconds
         return scatter, total
 
 

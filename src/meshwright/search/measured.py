@@ -66,12 +66,15 @@ def _correction(search_result: SearchResult, plans: Sequence[Proposal]) -> Corre
     if estimator is None:
         return None
 
+    candidates = [proposal.estimate.candidate for proposal in plans]
+    estimated = [estimator.estimate(candidate).seconds for candidate in candidates]
+
     def seconds(factors: Mapping[Part, float]) -> list[float]:
         """The predicted seconds of each plan on the corrected profile: they change as the search's estimate does."""
         other = estimator.on(corrected(estimator.profile, factors))
         return [
-            proposal.seconds * other.estimate(proposal.estimate.candidate).seconds / proposal.estimate.seconds
-            for proposal in plans
+            proposal.seconds * other.estimate(candidate).seconds / before
+            for proposal, candidate, before in zip(plans, candidates, estimated, strict=True)
         ]
 
     return learnt(estimator.profile, seconds, [proposal.measured.seconds for proposal in plans if proposal.measured])
