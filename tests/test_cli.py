@@ -494,6 +494,8 @@ def test_a_run_goes_on_over_other_ranks_with_its_own_global_batch(file: str) -> 
     meshwright(*run, "--steps", "1")  # 8 rows, which 4 ranks divide
     assert "to step 2" in meshwright(*run, "--steps", "2", "--ranks", "3").output
     assert json.loads(Path("here/run.json").read_text())["global_batch"] == 8
+    starts = [json.loads(line) for line in Path("here/starts.jsonl").read_text().splitlines()]
+    assert [(start["step"], Plan.from_yaml(start["plan"]).mesh.size) for start in starts] == [(1, 4), (2, 3)]
     text = meshwright(*run, "--ranks", "2", code=2).stderr
     assert "dp_shard=4 (4), dp_shard=3 (3)" in text
 

@@ -45,6 +45,7 @@ def a_run(folder: Path) -> Path:
     """Four steps, the third not finite; a checkpoint after the second and the fourth; ranks were compared after the first, and
     the third was observed."""
     metrics, module = Metrics(folder), nn.Linear(3, 2)
+    metrics.start(PLAN)
     for step, loss in enumerate((3.0, 2.0, float("nan"), 1.0), 1):
         metrics.write(told(step, loss))
         if step in (2, 4):
@@ -72,8 +73,19 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     ]
     assert [(one.step, one.plan) for one in run.observed] == [(3, PLAN)]
     assert from_plain(Timeline, run.observed[0].timeline) == STEP
+    assert [(one.step, one.plan) for one in run.starts] == [(1, PLAN)]
     assert not run.absent
     assert from_plain(History, json.loads(json.dumps(to_plain(run)))) == run
+
+
+def test_a_start_whose_steps_run_again_is_forgotten_with_them(tmp_path: Path) -> None:
+    for step, plan in ((0, "mesh: {tp: 2}\n"), (2, "mesh: {pp: 2}\n"), (1, PLAN)):
+        metrics = Metrics(tmp_path, step)
+        metrics.start(plan)
+        metrics.write(told(step + 1, 1.0))
+        metrics.close()
+    run = history(tmp_path)
+    assert run.steps == (1, 2) and [(one.step, one.plan) for one in run.starts] == [(1, "mesh: {tp: 2}\n"), (2, PLAN)]
 
 
 def test_what_is_missing_or_damaged_is_said(tmp_path: Path) -> None:

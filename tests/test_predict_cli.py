@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from commands import calibrate_quickly, meshwright, write_profile
-from meshwright.cli.plan import keep_correction
+from meshwright.cli.correction import keep_correction
+from meshwright.cli.run_folder import RunIdentity, write_identity
+from meshwright.cli.run_steps import measured_steps
 from meshwright.hardware import calibrated_file, read_profile
 from meshwright.hardware.correction import Correction, corrected
+from meshwright.train.metrics import Metrics
+from meshwright.train.progress import Progress
 from meshwright.workers.pool import LocalWorkers
 
 FILE = """
@@ -168,6 +172,63 @@ def test_auto_without_a_profile_is_told(file: str, command: str) -> None:
     assert (
         "meshwright calibrate" in meshwright(command, f"{file}:model", "--mesh", "auto", "--ranks", "2", code=2).stderr
     )
+
+
+def a_run(folder: Path, target: str, starts: list[tuple[int, str]], seconds: list[float]) -> Path:
+    """A run with these plans, each from its step on, in which ranks were compared after the fifth step."""
+    metrics = None
+    for step, took in enumerate(seconds, 1):
+        for first, plan in starts:
+            if first == step:
+                metrics = Metrics(folder, step - 1)
+                metrics.start(plan)
+        assert metrics is not None
+        metrics.write(Progress(step, len(seconds), 1.0, 1.0, 8 / took, "rows", 2**20, 0.0, 0, took))
+    metrics.verdict(5, {"parameters": 5})
+    write_identity(folder, RunIdentity(target, {}, None, 8, 3e-4, 0))
+    return folder
+
+
+STARTS = [(1, "mesh: {dp_shard: 2}\n"), (9, "mesh: {tp: 2}\nweights: checkpoint\n"), (13, "mesh: {dp_shard: 2}\n")]
+
+
+def test_steps_of_a_run_are_those_of_each_plan_without_the_first_of_a_start_and_those_that_did_more(
+    file: str, tmp_path: Path
+) -> None:
+    seconds = [9, 9, 9, 0.1, 7, 0.2, 0.3, 0.2, *(9, 9, 9, 0.5), *(9, 9, 9, 0.2)]
+    one, other = measured_steps(a_run(tmp_path / "run", f"{file}:model", STARTS, seconds))
+    assert str(one.plan.mesh) == "dp_shard=2" and one.seconds == 0.2 and 0.2 < one.scatter < 0.4
+    assert str(other.plan.mesh) == "tp=2" and (other.seconds, other.scatter) == (0.5, 0)
+    assert one.batch["x"].shape == (8, 8)
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_runs_correct_a_profile(file: str, tmp_path: Path) -> None:
+    said = [data("predict", f"{file}:model", "--mesh", mesh)["seconds"]["mean"] for mesh in ("dp_shard=2", "tp=2")]
+    seconds = [9, 9, 9, *[1.5 * said[0]] * 5, 9, 9, 9, 1.5 * said[1]]
+    run = a_run(tmp_path / "run", f"{file}:model", STARTS[:2], seconds)
+    before = calibrated_file().read_text()
+    text = meshwright("calibrate", "--from", run, "--out", tmp_path / "ours.yaml").stdout
+    assert "run: dp_shard=2" in text and "-33 %" in text and "host × 1." in text and "off by 33% → " in text
+    assert calibrated_file().read_text() == before
+    ours = data("predict", f"{file}:model", "--mesh", "tp=2", "--hardware", str(tmp_path / "ours.yaml"))
+    assert ours["seconds"]["mean"] == pytest.approx(1.5 * said[1], rel=0.1)
+    assert "kept in" in meshwright("calibrate", "--from", run).stdout and calibrated_file().read_text() != before
+    far = a_run(tmp_path / "far", f"{file}:model", STARTS[:1], [100 * said[0]] * 5)
+    assert "Is this the profile of these devices?" in meshwright("calibrate", "--from", far).stdout
+
+
+def test_runs_that_correct_nothing_are_told_together(file: str, tmp_path: Path) -> None:
+    short = a_run(tmp_path / "short", f"{file}:model", STARTS[:1], [1, 1])
+    old = a_run(tmp_path / "old", f"{file}:model", STARTS[:1], [1, 1])
+    (old / "starts.jsonl").unlink()
+    wrong = ("--from", short, "--from", old, "--from", tmp_path / "none", "--hardware", "h101")
+    text = meshwright("calibrate", *wrong, code=2).stderr
+    assert "5 problems" in text and all(name in text for name in ("short", "old", "none", "h101", "--out ours.yaml"))
+    text = meshwright("calibrate", "--from", short, "--threads", 2, code=2).stderr
+    assert "leave out --threads" in text
+    text = meshwright("calibrate", "--hardware", "h100", "--network", "roce-100", code=2).stderr
+    assert "2 problems" in text and "--from runs/gpt2" in text
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------

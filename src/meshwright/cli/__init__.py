@@ -10,6 +10,7 @@
     inputs       the inputs that a request names, read and checked together: target, plan, loss, device
     subject      these inputs with a global batch and a hardware profile, for commands that predict
     comparison   plan --compare: two plans instead of a search
+    correction   a profile corrected by runs, for calibrate and plan; run_steps  steps of a run, to predict
     step_timelines          the observed steps of a run, with predictions, for report
     run_folder live         the folder of a run and its progress display, for train
     processes    local workers; error messages and exit codes
@@ -214,6 +215,11 @@ meshwright predict hf:gpt2 --mesh dp_shard=2 --seq 64 --measure \\
 
 # processes of two threads each, in a file of its own
 meshwright calibrate --threads 2 --out two-threads.yaml
+
+# a profile, corrected by the steps of a run on its devices
+meshwright train hf:gpt2 --mesh dp_shard=2 --seq 64 --steps 10 \\
+    --set n_layer=2,n_embd=64,n_head=4,vocab_size=512
+meshwright calibrate --from runs/gpt2 --out ours.yaml
 """,
 )(calibrate)
 

@@ -1,17 +1,18 @@
-"""``meshwright calibrate``: measures this machine, and writes a hardware profile."""
+"""``meshwright calibrate``: measures this machine, or corrects a profile by training runs, and writes a hardware profile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.text import Text
 
 from meshwright.cli import processes
+from meshwright.cli.correction import correct_by_runs
+from meshwright.cli.options import CalibratedOption, CorrectedOption, NetworkOption, RunsOption, ThreadsOption
 from meshwright.draw.console import console
 from meshwright.errors import Findings
 
@@ -24,31 +25,30 @@ _DEVICES_PER_NODE = 4096  # a device is a process here, and any number of proces
 
 
 def calibrate(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file to write; default: the place in which other commands look for cpu-local",
-            show_default=False,
-            dir_okay=False,
-        ),
-    ] = None,
-    threads: Annotated[
-        int, typer.Option(help="Threads of each process: as many as the ranks of your runs have", min=1)
-    ] = 1,
+    out: CalibratedOption = None,
+    threads: ThreadsOption = None,
+    runs: RunsOption = None,
+    hardware: CorrectedOption = None,
+    network: NetworkOption = None,
 ) -> None:
     """Measure this machine, and write a profile for predict in which each device is a process.
 
     Times matrix products, attention, copies and other functions, collectives between
-    local processes, and the host time of jobs of a small model. Takes about a
-    minute. It counts CPU time, so other work on the machine matters only where it
-    shares caches and memory. Other commands find the profile as cpu-local.
+    local processes, and the host time of jobs of a small model, for about a minute.
+    Other commands find the profile as cpu-local. With --from it measures nothing: it
+    corrects a profile, also one of GPUs, by the steps of training runs, and prints how
+    far off its predictions of them were, and how far off they are now.
     """
     with processes.reported_errors():
         from meshwright.hardware.profile_file import calibrated_file, keep_profile
 
         file = out or calibrated_file()
+        _check_options(runs, threads, hardware, network)
         _check_out(file, out)
-        profile = measured_profile(threads, _tell)
+        if runs:
+            correct_by_runs(runs, hardware, network, out)
+            return
+        profile = measured_profile(threads or 1, _tell)
         keep_profile(profile.text(), file)
         from meshwright.draw.hardware import profile as profile_text
 
@@ -85,6 +85,23 @@ def measured_profile(threads: int, tell: Callable[[str], None]) -> Profile:
 
 def _tell(measurement: str) -> None:
     console(stderr=True).print(Text(f"measuring {measurement}", style="dim"))
+
+
+def _check_options(runs: Sequence[Path] | None, threads: int | None, hardware: str | None, network: str | None) -> None:
+    """Raises PlanError for options that only a measurement has, with ``--from``, and for those of a correction without it."""
+    findings = Findings("this command")
+    if runs and threads is not None:
+        findings.add(
+            where="--threads", given=f"{threads}, and --from", required="runs that are there, and no measurement",
+            fix="leave out --threads",
+        )  # fmt: skip
+    for option, value in (("--hardware", hardware), ("--network", network)):
+        if not runs and value is not None:
+            findings.add(
+                where=option, given=f"{value}, and no --from", required="runs to correct that profile by",
+                fix="--from runs/gpt2",
+            )  # fmt: skip
+    findings.raise_if_any()
 
 
 def _check_out(file: Path, out: Path | None) -> None:

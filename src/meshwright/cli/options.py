@@ -134,6 +134,39 @@ NetworkOption = Annotated[
     str | None, typer.Option("--network", help="The network of the profile that connects the nodes; default: its first")
 ]
 
+# Options of ``calibrate`` alone.
+
+CalibratedOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        help="The file to write; default: the place in which other commands look for cpu-local",
+        show_default=False,
+        dir_okay=False,
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(help="Threads of each process: as many as the ranks of your runs have; default: 1", min=1),
+]
+RunsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        show_default=False,
+        help="Correct a profile by the steps of this folder of train; may be repeated",
+    ),
+]
+CorrectedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        show_default=False,
+        help="With --from: the profile of the devices of the runs, as predict takes it; default: cpu-local",
+    ),
+]
+
 # Options of ``train`` alone.
 
 StepsOption = Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import processes
 from meshwright.cli.comparison import print_comparison
+from meshwright.cli.correction import keep_correction
 from meshwright.cli.files import write_whole
 from meshwright.cli.inputs import Problems
 from meshwright.cli.options import (
@@ -167,30 +168,6 @@ def _measured(
             found, inputs.target.build, subject.batch, steps=steps, workers=workers, global_batch=rows, loss=inputs.loss,
             tell=tell,
         )  # fmt: skip
-
-
-def keep_correction(correction: Correction | None, profile: Profile, hardware: str | None) -> str:
-    """Writes a corrected profile over the file that it was read from. Returns a text that says what was done with it.
-
-    A file that ``calibrate`` did not write, or that was edited since, is left as it is: its comments would be lost.
-
-    Args:
-        profile: as it was read. (A search with ``--nodes`` has its own number of devices of a node.)
-        hardware: the option ``--hardware``.
-    """
-    if correction is None or not correction.factors:
-        return ""
-    from meshwright.hardware.correction import corrected
-    from meshwright.hardware.profile_file import CPU_LOCAL, calibrated_file, keep_profile
-
-    file = calibrated_file() if hardware in (None, CPU_LOCAL) else Path(str(hardware))
-    try:
-        if file.read_text(encoding="utf-8") != profile.text():
-            return f"not kept: {file} has been edited, and would lose that"
-        keep_profile(corrected(profile, correction.factors).text(), file)
-    except OSError as error:  # what the runs showed is printed in any case
-        return f"not kept in {file}: {error.strerror or error}"
-    return f"kept in {file}; meshwright calibrate measures anew"
 
 
 def _check(devices: int | None, precision: str | None) -> None:

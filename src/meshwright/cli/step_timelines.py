@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import run_folder
-from meshwright.cli.inputs import pieces_of
-from meshwright.cli.subject import LENGTH, batch_of_rows, named_profile, without_warnings
+from meshwright.cli.run_steps import RunStep, plan_of_steps
+from meshwright.cli.subject import named_profile, without_warnings
 from meshwright.draw.plain import from_plain
 from meshwright.draw.run import StepInTime
 from meshwright.draw.timeline import Timeline, timeline
 from meshwright.errors import PlanError
-from meshwright.plan import Plan
-from meshwright.plan.keys import DRAWN
-from meshwright.target import HF, TargetLoss, load_target
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
     from meshwright.train.history import History, ObservedStep
 
-_DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
 _DRAWN = 24  # most steps that are drawn: one HTML page holds them all
 
 
@@ -93,16 +89,8 @@ def _predicted(run: Path, observed: ObservedStep, profile: Profile) -> Timeline:
     """
     from meshwright.prediction.predict import predict
 
-    identity = run_folder.read_identity(run)
-    # Weights are not loaded, and replicas not compared: neither changes what a step takes.
-    plan = Plan.from_yaml(observed.plan).replace(weights=DRAWN, verify=0)
-    target = load_target(
-        identity.target, identity.settings, rows=min(_DISTINCT_ROWS, identity.global_batch), length=LENGTH
-    )
-    has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
-    batch = batch_of_rows(target.batch, identity.global_batch if has_generated_batch else None, pieces_of(plan))
-    loss = TargetLoss(identity.loss) if identity.loss else None
+    step = RunStep.of(run_folder.read_identity(run), plan_of_steps(observed.plan))
     with without_warnings():
-        prediction = predict(target.build, batch, plan, hardware=profile, loss=loss)
+        prediction = predict(step.target.build, step.batch, step.plan, hardware=profile, loss=step.loss)
     assert prediction.recipe is not None
     return timeline(prediction.recipe, prediction.played)

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.amounts import duration_text, size_text
+from meshwright.draw.correction import correction_text
 
 if TYPE_CHECKING:
-    from meshwright.hardware.correction import Correction
     from meshwright.hardware.profile import Profile
     from meshwright.search.find import Proposal, SearchResult
 
@@ -38,7 +38,7 @@ def drawn(result: SearchResult, profile: Profile, file: str | None, kept: str = 
         parts += [Text(), Text("predicted and measured", style="bold"), measured_table(result)]
     if result.correction is not None:
         parts += [Text(), Text(f"what these runs say of {profile.name}", style="bold")]
-        parts += [Text(f"  {line}") for line in (_correction(result.correction), kept) if line]
+        parts += [Text(f"  {line}") for line in (correction_text(result.correction), kept) if line]
     if result.why:
         parts += [Text(), Text("why the first", style="bold"), *(Text(f"  {line}") for line in result.why)]
     if result.rejected:
@@ -85,14 +85,6 @@ def measured_table(result: SearchResult) -> Table:
             size_text(predicted.peak), size_text(run.peak), f"{100 * (predicted.peak / run.peak - 1):+.0f} %",
         )  # fmt: skip
     return table
-
-
-def _correction(correction: Correction) -> str:
-    """The factors of a corrected profile, and the error of the predicted seconds before and after."""
-    if not correction.factors:
-        return f"it is as exact as they can tell: predicted steps are off by {correction.before:.0%} on average"
-    factors = ", ".join(f"{part} × {factor:.2f}" for part, factor in correction.factors.items())
-    return f"seconds of {factors}: predicted steps off by {correction.before:.0%} → {correction.after:.0%} on average"
 
 
 def _interval(proposal: Proposal) -> str:

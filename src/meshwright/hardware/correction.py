@@ -48,12 +48,14 @@ class Correction:
         profile: the corrected profile.
         factors: part → corrected seconds / those of the profile, without the parts that are left as they are.
         before, after: mean of |predicted / measured − 1| over the steps, with the profile and with the corrected one.
+        seconds: of each step, in their order, with the profile and with the corrected one.
     """
 
     profile: Profile
     factors: Mapping[Part, float]
     before: float
     after: float
+    seconds: tuple[tuple[float, float], ...] = ()
 
 
 def learnt(
@@ -83,8 +85,9 @@ def learnt(
         for part, factor in _factors(scatters, _least(cost, len(scatters))).items()
         if abs(log(factor)) >= _NEGLIGIBLE
     }
-    before, after = _error(predict({}), took), _error(predict(factors), took)
-    return Correction(corrected(profile, factors), factors, before, after)
+    before, after = predict({}), predict(factors)
+    seconds = tuple(zip(before, after, strict=True))
+    return Correction(corrected(profile, factors), factors, _error(before, took), _error(after, took), seconds)
 
 
 def corrected(profile: Profile, factors: Mapping[Part, float]) -> Profile:

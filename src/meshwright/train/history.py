@@ -5,6 +5,7 @@ step-00000100/  a checkpoint         ─► step, time, size, layout, problems o
 run.json        target and settings  ─► about
 verdicts.jsonl  a line for each comparison of ranks
 timelines.jsonl a line for each step that was observed
+starts.jsonl    a line for each start of the run, with its plan
 hang.txt        a report of ranks that stopped answering
 """
 
@@ -20,7 +21,7 @@ from meshwright.checkpoint.folder import newest
 from meshwright.checkpoint.inspection import inspect, unfinished
 from meshwright.errors import Findings
 from meshwright.train.metrics import FILE as METRICS
-from meshwright.train.metrics import TIMELINES, VERDICTS, read
+from meshwright.train.metrics import STARTS, TIMELINES, VERDICTS, read
 
 _RATE = "_per_second"
 SERIES = ("loss", "grad_norm", "rate", "memory", "waiting", "seconds", "skipped")
@@ -87,6 +88,21 @@ class ObservedStep:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A start of the run: the first one, or a resume.
+
+    Attributes:
+        step: the first step that it ran.
+        plan: the plan of its steps, as YAML.
+        time: of the start.
+    """
+
+    step: int
+    plan: str
+    time: str
+
+
+@dataclass(frozen=True)
 class History:
     """The contents of a run's folder.
 
@@ -104,6 +120,7 @@ class History:
         memories: of each rank, from the steps that ran on as many ranks as the last one.
         comparisons: of ranks, in order.
         observed: observed steps, in order.
+        starts: of the run, in order.
     """
 
     folder: str
@@ -119,6 +136,7 @@ class History:
     memories: tuple[RankMemory, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     observed: tuple[ObservedStep, ...] = ()
+    starts: tuple[Start, ...] = ()
 
 
 def history(folder: Path) -> History:
@@ -151,6 +169,7 @@ def history(folder: Path) -> History:
         memories,
         comparisons,
         observed,
+        tuple(Start(line["step"], line["plan"], line["time"]) for line in read(folder, STARTS)),
     )
 
 

@@ -198,6 +198,7 @@ class _Run:
 
     def _open(self, record: Record) -> None:
         self.metrics = Metrics(record.folder, self.step, tensorboard=record.tensorboard)
+        self.metrics.start(self.job.recipe.plan)
 
     def do(self, step: int, clip: float) -> Progress:
         """Runs one step with the next batch. If the step is due to be observed, also writes its timeline."""

@@ -3,10 +3,12 @@
 {"step": 7, "loss": 2.31, "grad_norm": 0.8, "tokens_per_second": 5200.0, "memory": 310000000, "waiting": 0.04,
  "skipped": 0, "seconds": 0.2, "memory_by_rank": [310000000, 290000000], "time": "2026-01-31T12:00:00.000+00:00"}
 
-Two more files have a line for each step that compared ranks (``verify`` in the plan), and for each observed step:
+Three more files have a line for each step that compared ranks (``verify`` in the plan), for each observed step, and for each
+start of the run:
 
 verdicts.jsonl    {"step": 1, "equal": true, "compared": {"parameters": 12, "activations": 8}, "differences": [], "time": …}
 timelines.jsonl   {"step": 10, "plan": …, "timeline": …}, where "timeline" is a ``Timeline`` as JSON
+starts.jsonl      {"step": 1, "plan": …, "time": …}, where "step" is the first step that was run
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 from meshwright.errors import Findings
 from meshwright.train.progress import Progress
 
-FILE, VERDICTS, TIMELINES = "metrics.jsonl", "verdicts.jsonl", "timelines.jsonl"
+FILE, VERDICTS, TIMELINES, STARTS = "metrics.jsonl", "verdicts.jsonl", "timelines.jsonl", "starts.jsonl"
 
 
 class Metrics:
@@ -37,9 +39,10 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int = 0, *, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, path = folder, folder / FILE
-        _truncate(path, step)
-        self._file = path.open("a", encoding="utf-8")
+        self._folder, self._before = folder, step
+        for file in (FILE, STARTS):
+            _truncate(folder / file, step)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
         self._board = _board(folder, step) if tensorboard else None
 
     def write(self, progress: Progress) -> None:
@@ -74,6 +77,10 @@ class Metrics:
         """
         line = {"step": step, "equal": not differences, "compared": dict(compared), "differences": list(differences)}
         self._append(VERDICTS, {**line, "time": _now()})
+
+    def start(self, plan: str) -> None:
+        """Adds a start of the run. ``plan``: of its steps, as YAML."""
+        self._append(STARTS, {"step": self._before + 1, "plan": plan, "time": _now()})
 
     def timeline(self, step: int, plan: str, timeline: str) -> None:
         """Adds the timeline of an observed step. ``plan`` is YAML, ``timeline`` JSON."""
@@ -119,7 +126,7 @@ def _truncate(path: Path, step: int) -> None:
     """Removes lines of later steps, and a line that a killed run left incomplete. The rename makes the change atomic."""
     if not path.exists():
         return
-    lines = [line for line in read(path.parent) if line.get("step", 0) <= step]
+    lines = [line for line in read(path.parent, path.name) if line.get("step", 0) <= step]
     temporary = path.with_suffix(".part")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(temporary, path)
