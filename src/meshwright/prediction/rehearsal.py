@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.planned import Planned
 from meshwright.prediction.blocks import PrunedModel
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
+from meshwright.prediction.shapes import Shapes
 from meshwright.prediction.trace import Trace
 from meshwright.prediction.tracker import Tracker, followed
 from meshwright.prediction.values import KnownValues
@@ -58,6 +59,7 @@ class Rehearsal:
         optimizer: parameters → their optimizer.
         max_norm: the norm to which gradients are clipped; None: they are not clipped.
         dtype: the dtype to which parameters are cast; None: they are not cast.
+        shapes: of functions' results. Rehearsals of one model share them.
     """
 
     build: Build
@@ -67,6 +69,7 @@ class Rehearsal:
     optimizer: MakeOptimizer = torch.optim.AdamW
     max_norm: float | None = 1.0
     dtype: torch.dtype | None = None
+    shapes: Shapes = field(default_factory=Shapes, compare=False, repr=False)
 
     @property
     def recipe(self) -> Recipe:
@@ -171,7 +174,7 @@ def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
 
 def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence[RehearsedStep]) -> Trace:
     """Runs steps of this rank under a ``Tracker``, and returns the trace."""
-    rows, values = _Rows(rehearsal, job.rank), KnownValues(fake)
+    rows, values = _Rows(rehearsal, job.rank), KnownValues(fake, rehearsal.shapes)
     # Rows that have values are recorded with them, since the model may branch on them.
     modes = (fake, values) if rows.without_values(fake) else ()
     with one_process(), ExitStack() as recording:

@@ -25,6 +25,7 @@ import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
 from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, is_mask
+from meshwright.prediction.shapes import Shapes
 from meshwright.private import (
     DEVICE,
     FakeTensor,
@@ -51,14 +52,15 @@ class KnownValues(TorchDispatchMode):
 
     Args:
         fake: the enclosing mode.
+        shapes: what is known of functions' results.
 
     Attributes:
         assumed: (function, line of the model) of each read of a value that does not exist, in order.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, shapes: Shapes) -> None:
         super().__init__()
-        self._fake = fake
+        self._fake, self._shapes = fake, shapes
         self._lost_memory: set[int] = set()  # addresses of memory into which something without values was written
         self.assumed: dict[tuple[str, str], None] = {}
 
@@ -99,7 +101,7 @@ class KnownValues(TorchDispatchMode):
             args = (args[0], [index for group in positions for index in group], *args[2:])
         if func.overloadpacket.__name__ == "_grouped_mm":
             return self._grouped_product(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self._shapes.run(self._fake, func, args, kwargs)
 
     def _grouped_product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """The shape of a grouped matrix product, in any dtype. On meta tensors, torch's function accepts only bfloat16."""

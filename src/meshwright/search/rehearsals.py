@@ -19,6 +19,7 @@ from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
+from meshwright.prediction.shapes import Shapes
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import take_rows
 from meshwright.search.layer_costs import (
@@ -92,6 +93,7 @@ class Rehearsals:
     loss: Loss | None
     optimizer: MakeOptimizer
     max_norm: float | None
+    _shapes: Shapes = field(default_factory=Shapes, init=False, compare=False, repr=False)
 
     def layer_costs(self, tp: int) -> LayerCosts | None:
         """The costs of the layers at one size of tp; None if tp shards no parameter of the model."""
@@ -193,4 +195,4 @@ class Rehearsals:
         rehearsal = rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
         # A block is recorded twice before it replays, and a rehearsal of one microbatch calls it twice.
         eager = replace(rehearsal.recipe, eager=True)
-        return replace(rehearsal, planned=rehearsal.planned.under(eager))
+        return replace(rehearsal, planned=rehearsal.planned.under(eager), shapes=self._shapes)
