@@ -87,6 +87,7 @@ MADE: dict[str, Callable[[Tensor], Any]] = {
     "written to out": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
     "resized": lambda x: torch.add(x, 1, out=x.new_empty(0)),
     "a list that is written": lambda x: [torch._foreach_mul_([x, x.clone()], 2.0), x][1],
+    "other memory": lambda x: [x.new_empty(4, 6).set_(x), x][1],
     "a view in place": lambda x: x.clone().transpose_(0, 1),
     "the same tensor": lambda x: x.contiguous(),
     "expanded": lambda x: x[:1].expand(4, 6).clone(memory_format=torch.preserve_format),

@@ -208,7 +208,7 @@ def seen(models, plan):
 )
 def test_a_mean_is_that_of_one_device_and_rows_stay_divided(layout, workers):
     plan = LAYOUTS[layout]
-    found = workers.run(seen, MODELS, plan, ranks=mw.Plan.parse(plan).mesh.size)[0]
+    found = workers.run(seen, MODELS, plan, ranks=mw.Plan.parse(plan).mesh.size, timeout=600)[0]  # many models, 8 ranks
     for build, (rows, loss, gradients, notes) in zip(MODELS, found, strict=True):
         torch.manual_seed(0)
         model = build().double()

@@ -50,28 +50,24 @@ class Shapes:
         Args:
             fake: infers results that are not known. It is on, and no mode within it.
         """
-        key: list[Any] = [func, torch.get_default_dtype()]
         written = _written_by(func)
-        if written is _UNKNOWN or not (_described(args, key) and _described(kwargs.values(), key)):
+        key = None if written is _UNKNOWN else _key_of(func, args, kwargs)
+        if key is None:
             return func(*args, **kwargs)
-        key += kwargs
-        known = self._known.get(tuple(key), _UNKNOWN)
+        known = self._known.get(key, _UNKNOWN)
         if known is _UNKNOWN:
-            return self._inferred(func, args, kwargs, tuple(key), written)
+            return self._inferred(func, args, kwargs, key, written)
         return _result(fake, known, args) if written is None else _argument(written, args, kwargs)
 
     def _inferred(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: _Key, written: Any) -> Any:
-        """The result of a function, which is remembered if it can be described."""
+        """The result of a function, which is remembered if it can be described, and if no argument was resized."""
+        inputs = {storage_of(t) for t in tensors_among((*args, *kwargs.values()))}
+        out = func(*args, **kwargs)
         if written is None:
-            inputs = {storage_of(t) for t in tensors_among((*args, *kwargs.values()))}
-            out = func(*args, **kwargs)
             known = _facts(out, args[0] if args else None, inputs)
         else:
-            argument = _argument(written, args, kwargs)
-            before = argument.shape, argument.stride()
-            out = func(*args, **kwargs)
-            known = None if out is argument and before == (out.shape, out.stride()) else _UNKNOWN
-        if known is not _UNKNOWN:
+            known = None if out is _argument(written, args, kwargs) else _UNKNOWN
+        if known is not _UNKNOWN and _key_of(func, args, kwargs) == key:
             self._known[key] = known
         return out
 
@@ -105,9 +101,14 @@ def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return kwargs[at] if isinstance(at, str) else args[at]
 
 
+def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Key | None:
+    """What the shapes of a function's results follow from; None if an argument is not a dense tensor, a number or text."""
+    key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    return tuple(key) if _described(args, key) and _described(kwargs.values(), key) else None
+
+
 def _described(values: Iterable[Any], key: list[Any]) -> bool:
-    """Adds to a key what the shapes of a function's results may follow from. False if its arguments are not dense tensors,
-    numbers and text."""
+    """Adds descriptions of arguments to a key. False if one is not a dense tensor, a number or text."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor or kind in _REAL:
