@@ -107,6 +107,15 @@ def test_a_result_that_is_remembered_is_what_torch_infers(kind: str) -> None:
     assert not remembered or shapes.inferred == before
 
 
+def test_tensors_of_other_devices_are_left_to_torch() -> None:
+    shapes = Shapes()
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            x = torch.empty(3, device=device)
+            with KnownValues(fake, shapes):
+                assert (x + 1).device.type == device
+
+
 def test_numbers_of_other_types_are_other_arguments() -> None:
     shapes = Shapes()
     for number, dtype in ((1, torch.int64), (1.0, torch.float32), (True, torch.int64)):

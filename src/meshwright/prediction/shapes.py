@@ -112,11 +112,7 @@ def _described(values: Iterable[Any], key: list[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor or kind in _REAL:
-            if (
-                value.layout is not torch.strided
-                or value.dtype.is_complex
-                or getattr(value, "constant", None) is not None
-            ):
+            if not _is_plain(value, kind):
                 return False
             key += (kind, value.dtype, value.shape, value.stride(), value.storage_offset())
         elif kind in _NUMBERS_AND_TEXT:
@@ -128,6 +124,15 @@ def _described(values: Iterable[Any], key: list[Any]) -> bool:
         else:
             return False
     return True
+
+
+def _is_plain(t: Any, kind: type) -> bool:
+    """Whether a tensor is dense, real, on the CPU, and not one of which ``FakeTensorMode`` knows the value."""
+    if t.layout is not torch.strided or t.dtype.is_complex:
+        return False
+    if kind is FakeTensor:
+        return t.constant is None and t.fake_device.type == "cpu"
+    return bool(t.device.type == "cpu")
 
 
 def _facts(out: Any, first: Any, inputs: set[int]) -> Any:
@@ -142,9 +147,7 @@ def _facts(out: Any, first: Any, inputs: set[int]) -> Any:
     if type(out) in (list, tuple):
         each = [_facts(one, first, inputs) for one in out]
         return _UNKNOWN if _UNKNOWN in each else type(out)(each)
-    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or out is first:
-        return _UNKNOWN
-    if out.layout is not torch.strided or out.dtype.is_complex or out.fake_device.type != "cpu":
+    if type(out) is not FakeTensor or not _is_plain(out, FakeTensor) or out.requires_grad or out is first:
         return _UNKNOWN
     memory = storage_of(out)
     if type(first) is FakeTensor and memory == storage_of(first):
