@@ -69,7 +69,7 @@ def trial(trouble: str, mesh: str, folder: Path) -> Trial:
                 )
             )
     try:
-        codes = [rank.wait(90) for rank in ranks]
+        codes = [rank.wait(180) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
