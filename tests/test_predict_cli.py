@@ -330,7 +330,7 @@ def test_a_profile_that_cannot_be_written_costs_no_result(monkeypatch: pytest.Mo
     def full(text: str, file: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("meshwright.hardware.profile_file.keep_profile", full)
+    monkeypatch.setattr("meshwright.cli.correction.keep_profile", full)
     profile = read_profile("cpu-local")
     said = keep_correction(Correction(profile, {"host": 2.0}, 0.5, 0.1), profile, None)
     assert said.startswith("not kept") and "No space left" in said
