@@ -225,8 +225,9 @@ def test_runs_that_correct_nothing_are_told_together(file: str, tmp_path: Path) 
     wrong = ("--from", short, "--from", old, "--from", tmp_path / "none", "--hardware", "h101")
     text = meshwright("calibrate", *wrong, code=2).stderr
     assert "5 problems" in text and all(name in text for name in ("short", "old", "none", "h101", "--out ours.yaml"))
-    text = meshwright("calibrate", "--from", short, "--threads", 2, code=2).stderr
-    assert "leave out --threads" in text
+    wrong = ("--from", short, "--threads", 2, "--out", tmp_path / "nowhere" / "ours.yaml")
+    text = meshwright("calibrate", *wrong, code=2).stderr
+    assert "leave out --threads" in text and "a folder that exists" in text
     text = meshwright("calibrate", "--hardware", "h100", "--network", "roce-100", code=2).stderr
     assert "2 problems" in text and "--from runs/gpt2" in text
 

@@ -49,9 +49,8 @@ def test_a_rehearsal_is_the_same_whatever_is_remembered(name: str, mesh: str) ->
     settings = {"mesh": mesh, "microbatches": 2 if mesh == "pp=2" else 1}
     shapes = Shapes()
     trace_of(name, settings, shapes)  # infers
-    for _ in range(
-        3
-    ):  # in a process that had run half of all tests, one of three traces differed once, for a reason not found
+    # In a process that had run half of all tests, one of three traces differed once, for a reason that was not found.
+    for _ in range(3):
         found, want = trace_of(name, settings, shapes), trace_of(name, settings, Nothing())
         differing = [pair for pair in zip(found.events, want.events, strict=False) if pair[0] != pair[1]]
         if found == want:

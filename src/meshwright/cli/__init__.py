@@ -10,7 +10,8 @@
     inputs       the inputs that a request names, read and checked together: target, plan, loss, device
     subject      these inputs with a global batch and a hardware profile, for commands that predict
     comparison   plan --compare: two plans instead of a search
-    correction   a profile corrected by runs, for calibrate and plan; run_steps  steps of a run, to predict
+    correction   a profile corrected by runs, for calibrate and plan
+    run_steps    steps of a run, to predict
     step_timelines          the observed steps of a run, with predictions, for report
     run_folder live         the folder of a run and its progress display, for train
     processes    local workers; error messages and exit codes

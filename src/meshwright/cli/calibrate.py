@@ -12,6 +12,7 @@ from rich.text import Text
 
 from meshwright.cli import processes
 from meshwright.cli.correction import correct_by_runs
+from meshwright.cli.inputs import Problems
 from meshwright.cli.options import CalibratedOption, CorrectedOption, NetworkOption, RunsOption, ThreadsOption
 from meshwright.draw.console import console
 from meshwright.errors import Findings
@@ -43,8 +44,10 @@ def calibrate(
         from meshwright.hardware.profile_file import calibrated_file, keep_profile
 
         file = out or calibrated_file()
-        _check_options(runs, threads, hardware, network)
-        _check_out(file, out)
+        problems = Problems()
+        problems.collect(lambda: _check_options(runs, threads, hardware, network))
+        problems.collect(lambda: _check_out(file, out))
+        problems.raise_if_any()
         if runs:
             correct_by_runs(runs, hardware, network, out)
             return

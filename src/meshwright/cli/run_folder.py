@@ -2,7 +2,7 @@
 
 runs/gpt2/
   run.json          what must not change at a resume: target, settings, rows per step, learning rate, seed
-  metrics.jsonl     a line for each step; verdicts.jsonl and timelines.jsonl beside it
+  metrics.jsonl     a line for each step; verdicts.jsonl, timelines.jsonl and starts.jsonl beside it
   report.html       the run, drawn
   step-00000100/    checkpoints
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli import run_folder
 from meshwright.cli.inputs import pieces_of
 from meshwright.cli.run_folder import RunIdentity
-from meshwright.cli.subject import LENGTH, batch_of_rows
+from meshwright.cli.subject import DISTINCT_ROWS, LENGTH, batch_of_rows
 from meshwright.errors import Findings
 from meshwright.plan import Plan
 from meshwright.plan.keys import DRAWN
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from meshwright.prediction.learning import MeasuredStep
     from meshwright.train.history import History
 
-_DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
 _FIRST = 3  # steps after a start that are not counted: they record, compile and allocate
 
 
@@ -45,7 +44,7 @@ class RunStep:
     @staticmethod
     def of(identity: RunIdentity, plan: Plan) -> RunStep:
         """Loads the target of a run again. Raises PlanError if it cannot be loaded any more."""
-        rows = min(_DISTINCT_ROWS, identity.global_batch)
+        rows = min(DISTINCT_ROWS, identity.global_batch)
         target = load_target(identity.target, identity.settings, rows=rows, length=LENGTH)
         has_generated_batch = target.dataset is not None or target.spec.startswith(HF)
         batch = batch_of_rows(target.batch, identity.global_batch if has_generated_batch else None, pieces_of(plan))

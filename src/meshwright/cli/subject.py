@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # hardware is read by the commands that need it
 # that --measure starts on any machine; they share the cores, so time is no longer like the profile's
 _MOST_PROCESSES = 8
 _PROCESSES_PER_CORE = 4  # that --measure starts at most, for the same reason
-_DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
+DISTINCT_ROWS = 8  # of a generated batch; a larger batch repeats them, as shapes alone count in a prediction
 _DEFAULT_ROWS = 8  # least number of rows in a step if --global-batch is absent, as in ``train``
 LENGTH = 128  # tokens of a row if --seq is absent, as in ``train``
 
@@ -91,7 +91,7 @@ class Subject:
         inputs = Inputs.read(
             replace(request, device="cpu"),
             length=LENGTH,
-            rows=lambda pieces: min(_DISTINCT_ROWS, global_batch or _rows(pieces)),
+            rows=lambda pieces: min(DISTINCT_ROWS, global_batch or _rows(pieces)),
             check=check_plan,
             check_others=profile,
             profile=profile,

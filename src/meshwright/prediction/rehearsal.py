@@ -32,7 +32,7 @@ from meshwright.prediction.trace import Trace
 from meshwright.prediction.tracker import Tracker, followed
 from meshwright.prediction.values import KnownValues
 from meshwright.prediction.world import rehearsed_world
-from meshwright.private import FakeTensor, FakeTensorMode
+from meshwright.private import FakeTensor, FakeTensorMode, new_fake_tensor
 from meshwright.recipe import Recipe
 from meshwright.runtime.apply import apply, cast_type
 from meshwright.runtime.coupling.paths import no_context
@@ -265,5 +265,4 @@ def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | N
 
 
 def _without_values(fake: FakeTensorMode, t: Tensor) -> Tensor:
-    with fake:
-        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+    return new_fake_tensor(fake, t.size(), t.stride(), t.dtype)

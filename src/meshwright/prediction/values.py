@@ -31,6 +31,7 @@ from meshwright.private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    new_fake_tensor,
     pytree,
     storage_of,
     unset_fake_temporarily,
@@ -146,8 +147,7 @@ class KnownValues(TorchDispatchMode):
         return [self._without_values(indices) for _ in range(mask.dim())]
 
     def _without_values(self, t: Tensor) -> Tensor:
-        with self._fake:
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+        return new_fake_tensor(self._fake, t.size(), t.stride(), t.dtype)
 
 
 def _is_real(t: Tensor) -> bool:
