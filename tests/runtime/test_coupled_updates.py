@@ -73,6 +73,53 @@ class Sharpness(torch.optim.Optimizer):
         self.base.step()
 
 
+class TwoHalves(torch.optim.Optimizer):
+    """The same, with a method for each half of a step, as SAM is mostly called."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([g.norm() for g in gradients(self)]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.clone()
+                p.add_(p.grad, alpha=0.05 / float(norm))
+                p.grad = None
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["before"])
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+class Directions(torch.optim.Optimizer):
+    """Moves by signs alone; its learning rate follows from how well all of them agree with those before (D-Adaptation)."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        signs = [p.grad.sign() for p in group["params"]]
+        before = [self.state[p].get("sign", torch.zeros_like(p)) for p in group["params"]]
+        agreed = sum(float((a * b).sum()) for a, b in zip(signs, before, strict=True))
+        for p, sign in zip(group["params"], signs, strict=True):
+            p.sub_(sign, alpha=group["lr"] * (1.1 if agreed > 0 else 1.0))
+            self.state[p]["sign"] = sign
+
+
 class TrustRatio(torch.optim.Optimizer):
     """Scales each update by the norms of its own parameter and gradient (LARS), with noise of its own."""
 
@@ -87,7 +134,8 @@ class TrustRatio(torch.optim.Optimizer):
                 p.sub_(group["lr"] * ratio * (p.grad + 0.01 * torch.randn_like(p)))
 
 
-COUPLED = (OwnNorm, Clips, Distance, Sharpness)
+COUPLED = (OwnNorm, Clips, Distance, Sharpness, TwoHalves, Directions)
+WITH_CLOSURE = (Sharpness, TwoHalves)
 
 
 @pytest.mark.parametrize("kind", [*COUPLED, TrustRatio, torch.optim.SGD, torch.optim.Adafactor])
@@ -98,7 +146,7 @@ def test_a_trial_on_small_tensors_tells_whether_updates_are_coupled(kind: Any, w
     if warming_up:
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     before, drawn = [p.clone() for p in model.parameters()], torch.get_rng_state()
-    assert updates_are_coupled(optimizer, closure=kind is Sharpness) is (kind in COUPLED)
+    assert updates_are_coupled(optimizer, closure=kind in WITH_CLOSURE) is (kind in COUPLED)
     assert all(map(torch.equal, before, model.parameters())) and torch.equal(drawn, torch.get_rng_state())
     assert not optimizer.state and getattr(optimizer, "seen", {"norm": 0.0}) == {"norm": 0.0}
 
@@ -122,7 +170,12 @@ def refusals(mesh: str) -> Any:
         for _ in range(2):
             job.step(batch)
             try:
-                optimizer.step(partial(job.step, batch)) if kind is Sharpness else optimizer.step()
+                if kind is TwoHalves:
+                    optimizer.first_step()
+                    job.step(batch)
+                    optimizer.second_step()
+                else:
+                    optimizer.step(partial(job.step, batch)) if kind is Sharpness else optimizer.step()
             except mw.PlanError as error:
                 told.append(str(error))
             optimizer.zero_grad()

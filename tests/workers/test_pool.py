@@ -508,6 +508,18 @@ def test_a_class_with_a_cached_property_can_be_sent(workers: LocalWorkers) -> No
     assert workers.run(lambda: Squares().of_three, ranks=1) == [9]
 
 
+def test_a_function_can_say_what_is_also_the_name_of_a_module_of_torch(workers: LocalWorkers) -> None:
+    """``torch.classes`` and ``torch.ops`` are modules of their own types; cloudpickle takes along what a function may mean."""
+
+    class Rows:  # as a dataset of images has them
+        classes = ("cat", "dog")
+
+    def counted() -> int:
+        return len(Rows.classes) + int(torch.ops.aten.add(torch.ones(()), 1))
+
+    assert workers.run(counted, ranks=1) == [4]
+
+
 def test_a_lambda_and_what_it_names_can_be_sent(workers: LocalWorkers) -> None:
     scale = torch.arange(3)
     found = workers.run(lambda rows: (scale * rows, lambda: dist.get_rank()), 2, ranks=2)

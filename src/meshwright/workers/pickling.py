@@ -10,13 +10,14 @@ Tensors are pickled as bytes: no memory is shared, and no descriptor can leak. A
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import os
 import pickle
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -59,6 +60,9 @@ class Packer(cloudpickle.Pickler):
             if module is not None and module not in self._by_value and not _is_importable(obj.__module__):
                 cloudpickle.register_pickle_by_value(module)
                 self._by_value.append(module)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            # cloudpickle knows plain modules only. It takes along `torch.classes` if a function says `dataset.classes`.
+            return importlib.import_module, (obj.__name__,)
         if type(obj) is functools.cached_property:
             return _cached_property, (obj.func, obj.attrname)
         if isinstance(obj, _LruCache) and not _is_found(obj):

@@ -8,17 +8,21 @@ gradients of one rank alone, and its updates would be wrong:
             norm = torch.stack([p.grad.norm() for p in ...]).norm()
 
 Whether updates are coupled is tried before the first step of each optimizer. A twin of the optimizer has small tensors in place
-of the parameters, and takes some steps. Another twin takes the same steps, but every other tensor has larger gradients. If the
-tensors with unchanged gradients get other updates, updates are coupled.
+of the parameters, and takes some steps. Another twin takes the same steps, but every other tensor has larger gradients, with
+another sign in every other step. If the tensors with unchanged gradients get other updates, updates are coupled. Size and sign
+both change: some optimizers use only the signs of gradients, or compare their directions over steps (Lion; D-Adaptation).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -31,7 +35,9 @@ from meshwright.private import DispatchMode
 from meshwright.spmd.patches import UNCOMPILED
 
 _STEPS = 24  # steps of each twin: an optimizer may use what it estimates in one step only in later ones
-_GROWTH = 1.5  # factor of gradients from step to step: clipping acts only from some size on
+# Factors of gradients from step to step, each tried by itself: clipping acts only from some size on; learning rates that are
+# estimated do not grow while gradients grow much faster.
+_GROWTHS = (1.5, 1.1)
 _LARGEST_DIM = 8  # largest size of a dim of the small tensors
 _SHAPES = 4  # most shapes of each group of parameters that are tried: updates may depend on the shape
 _FACTOR = 3.0  # factor of the larger gradients
@@ -43,7 +49,7 @@ def refuse_coupled_updates(
     """Makes optimizers with coupled updates raise PlanError before their first step, as long as ``owner`` lives.
 
     Optimizers of ``torch.optim`` are not tried: all but ``LBFGS``, which ``partial_gradients`` refuses, treat each parameter by
-    itself.
+    itself. If another optimizer calls them from a method that is not its ``step``, that one is tried.
 
     Args:
         owner: an object of the job; this does not keep it alive.
@@ -55,14 +61,21 @@ def refuse_coupled_updates(
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         model = alive()
-        if model is None or optimizer in tried or type(optimizer).__module__.startswith("torch.optim."):
+        if model is None or optimizer in tried:
             return
+        closure = len(args) > 1 or "closure" in kwargs
+        if _of_torch(optimizer):
+            outer = _calling_optimizer(sys._getframe(1))
+            if outer is None or outer in tried:
+                tried.add(optimizer)
+                return
+            optimizer, closure = outer, bool(inspect.signature(outer.step).parameters)
         of_job = set(map(id, parameters(model)))
         if not any(id(p) in of_job for group in optimizer.param_groups for p in group["params"]):
             return
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         try:
-            coupled = updates_are_coupled(optimizer, closure=len(args) > 1 or "closure" in kwargs)
+            coupled = updates_are_coupled(optimizer, closure=closure)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
             note(
@@ -74,6 +87,36 @@ def refuse_coupled_updates(
         tried.add(optimizer)
 
     weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove).atexit = False
+
+
+def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _calling_optimizer(frame: FrameType | None) -> torch.optim.Optimizer | None:
+    """The optimizer, not of torch, of whose methods one is running in a frame or its callers; None if there is none.
+
+    SAM has two methods, each of half a step, which are called in place of ``step``. The second one calls an optimizer of torch.
+    """
+    codes = set(_codes_of_methods(torch.optim.Optimizer))
+    while frame is not None:
+        # Of other functions no locals are asked for: a frame of Python 3.11 keeps those that it was asked for alive.
+        if frame.f_code in codes:
+            found = frame.f_locals.get(frame.f_code.co_varnames[0])
+            return found if isinstance(found, torch.optim.Optimizer) else None
+        frame = frame.f_back
+    return None
+
+
+def _codes_of_methods(base: type[Any]) -> Iterator[CodeType]:
+    """The code of each method with arguments of the subclasses of a class that are not of torch."""
+    for cls in base.__subclasses__():
+        yield from _codes_of_methods(cls)
+        if not cls.__module__.startswith("torch.optim."):
+            for method in filter(callable, vars(cls).values()):
+                code = getattr(inspect.unwrap(method), "__code__", None)
+                if code is not None and code.co_argcount:
+                    yield code
 
 
 def updates_are_coupled(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> bool:
@@ -102,14 +145,13 @@ def _coupled_in(dtype: torch.dtype | None, optimizer: torch.optim.Optimizer, clo
         dtype: of the small tensors; None: those of the parameters. float64 is best: an optimizer that estimates its step size
             may begin with updates that are too small for float32.
     """
-    plain = _updated(optimizer, dtype, closure, lambda number: 1.0)
-    odd = _updated(optimizer, dtype, closure, lambda number: _FACTOR if number % 2 else 1.0)
-    even = _updated(optimizer, dtype, closure, lambda number: 1.0 if number % 2 else _FACTOR)
-    return not all(
-        _equal(alone, (with_odd, with_even)[number % 2])
-        for step in zip(plain, odd, even, strict=True)
-        for number, (alone, with_odd, with_even) in enumerate(zip(*step, strict=True))
-    )
+    for growth in _GROWTHS:
+        plain, odd, even = (_updated(optimizer, dtype, closure, growth, changed) for changed in (None, 1, 0))
+        for step in zip(plain, odd, even, strict=True):
+            for number, (alone, with_odd, with_even) in enumerate(zip(*step, strict=True)):
+                if not _equal(alone, (with_odd, with_even)[number % 2]):
+                    return True
+    return False
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -117,29 +159,31 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, closure: bool, factor: Callable[[int], float]
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, closure: bool, growth: float, changed: int | None
 ) -> list[list[Tensor]]:
     """The small tensors of a twin after each of its steps.
 
     Args:
         dtype: of the small tensors; None: those of the parameters.
         closure: whether ``step`` gets a closure.
-        factor: number of a small tensor → factor of its gradients.
+        growth: factor of gradients from step to step.
+        changed: 1: tensors with odd numbers have other gradients; 0: those with even numbers; None: no tensor.
     """
     seed_all(0)
     twin, tensors = _twin(optimizer, dtype)
     slopes = [torch.randn_like(t) for t in tensors]
 
-    def set_gradients(scale: float) -> Tensor:
+    def set_gradients(step: int) -> Tensor:
         for number, (tensor, slope) in enumerate(zip(tensors, slopes, strict=True)):
+            factor = _FACTOR * (-1) ** step if number % 2 == changed else 1.0
             # The gradient depends on the tensor: an optimizer may move parameters and call its closure again.
-            tensor.grad = (slope + tensor.detach()) * (scale * factor(number))
+            tensor.grad = (slope + tensor.detach()) * (growth**step * factor)
         return torch.ones(())
 
     after = []
     for step in range(_STEPS):
-        set_gradients(_GROWTH**step)
-        twin.step(*([partial(set_gradients, _GROWTH**step)] if closure else []))
+        set_gradients(step)
+        twin.step(*([partial(set_gradients, step)] if closure else []))
         after.append([t.detach().clone() for t in tensors])
     return after
 
