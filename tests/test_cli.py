@@ -137,6 +137,7 @@ LONG = {"", "calibrate", "check", "plan", "inspect", "export"}
 
 
 @pytest.mark.usefixtures("pooled")
+@pytest.mark.timeout(900)  # calibrate's measure this machine twice: 220 s by themselves
 @pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.proof if c in LONG else ()) for c in COMMANDS])
 def test_every_example_of_the_help_runs_as_it_stands(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: LocalWorkers

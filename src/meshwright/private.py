@@ -289,6 +289,17 @@ def replace_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     module._apply(fn)
 
 
+def dtensor_handlers() -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
+    """What DTensor calls for some functions of ATen in place of its own rules; changes take effect at once.
+
+    ``register_sharding``, the public way, has no effect on ``_local_scalar_dense``.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
 def raw_local(p: Any) -> Tensor:
     """This rank's local tensor of a DTensor, without a graph. ``to_local`` takes ten times as long."""
     local: Tensor = p._local_tensor

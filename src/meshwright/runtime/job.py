@@ -31,6 +31,7 @@ from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
 from meshwright.runtime.weights.coupled_updates import refuse_coupled_updates
 from meshwright.runtime.weights.partial_gradients import scaled_together
+from meshwright.runtime.weights.partial_reads import refuse_partial_reads
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
 
@@ -72,6 +73,7 @@ class Job:
         self._checkpoints = Checkpoints(self._sharded_model, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self._optimizer_notes: list[str] = []
+        refuse_partial_reads(self._sharded_model)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)
             refuse_coupled_updates(self._sharded_model, ShardedModel.parameters, self._optimizer_notes.append)

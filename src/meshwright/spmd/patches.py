@@ -32,6 +32,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
+from meshwright.private import dtensor_handlers
+
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function → the function that is called instead."""
 
@@ -131,6 +133,32 @@ class Patch:
             return function
         owner, name = self.owner, self.name
         return lambda cls, *args, **kwargs: getattr(super(owner, cls), name)(*args, **kwargs)
+
+
+class DTensorPatch:
+    """What DTensor does for a function of ATen, replaced while at least one ``on`` block runs.
+
+    Args:
+        why, until: for the line in ``TABLE``.
+    """
+
+    def __init__(self, op: Any, why: str, until: str) -> None:
+        self._op, self._blocks = op, 0
+        TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
+
+    @contextmanager
+    def on(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
+        with _LOCK:
+            dtensor_handlers()[self._op] = handler
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._blocks -= 1
+                if not self._blocks:
+                    del dtensor_handlers()[self._op]
 
 
 _AS_ONE = "to a tracer, a function that torch.func transforms is one event; it runs without saved-tensor hooks"
@@ -304,6 +332,11 @@ UNSCALED = Patch(
     _JOB,
 )
 FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
+READ = DTensorPatch(
+    torch.ops.aten._local_scalar_dense.default,
+    "the item of a DTensor that is Partial is this rank's part (runtime/weights/partial_reads.py)",
+    _JOB,
+)
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",

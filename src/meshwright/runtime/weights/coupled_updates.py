@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshwright.errors import Finding, PlanError
 from meshwright.generators import random_numbers_kept, seed_all
 from meshwright.private import DispatchMode
+from meshwright.runtime.weights.running_optimizer import is_of_torch, running_optimizer
 from meshwright.spmd.patches import UNCOMPILED
 
 _STEPS = 24  # steps of each twin: an optimizer may use what it estimates in one step only in later ones
@@ -64,8 +63,9 @@ def refuse_coupled_updates(
         if model is None or optimizer in tried:
             return
         closure = len(args) > 1 or "closure" in kwargs
-        if _of_torch(optimizer):
-            outer = _calling_optimizer(sys._getframe(1))
+        if is_of_torch(type(optimizer)):
+            # SAM has two methods, each of half a step, that are called in place of `step`. The second calls one of torch.
+            outer = running_optimizer(of_torch=False)
             if outer is None or outer in tried:
                 tried.add(optimizer)
                 return
@@ -87,36 +87,6 @@ def refuse_coupled_updates(
         tried.add(optimizer)
 
     weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove).atexit = False
-
-
-def _of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _calling_optimizer(frame: FrameType | None) -> torch.optim.Optimizer | None:
-    """The optimizer, not of torch, of whose methods one is running in a frame or its callers; None if there is none.
-
-    SAM has two methods, each of half a step, which are called in place of ``step``. The second one calls an optimizer of torch.
-    """
-    codes = set(_codes_of_methods(torch.optim.Optimizer))
-    while frame is not None:
-        # Of other functions no locals are asked for: a frame of Python 3.11 keeps those that it was asked for alive.
-        if frame.f_code in codes:
-            found = frame.f_locals.get(frame.f_code.co_varnames[0])
-            return found if isinstance(found, torch.optim.Optimizer) else None
-        frame = frame.f_back
-    return None
-
-
-def _codes_of_methods(base: type[Any]) -> Iterator[CodeType]:
-    """The code of each method with arguments of the subclasses of a class that are not of torch."""
-    for cls in base.__subclasses__():
-        yield from _codes_of_methods(cls)
-        if not cls.__module__.startswith("torch.optim."):
-            for method in filter(callable, vars(cls).values()):
-                code = getattr(inspect.unwrap(method), "__code__", None)
-                if code is not None and code.co_argcount:
-                    yield code
 
 
 def updates_are_coupled(optimizer: torch.optim.Optimizer, *, closure: bool = False) -> bool:
