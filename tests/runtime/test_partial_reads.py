@@ -33,7 +33,11 @@ class ByNumbers(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] / (1.0 + p.grad.norm().item() + float(p.sum())))
+                p.sub_(p.grad, alpha=group["lr"] / (1.0 + self.size(p.grad) + float(p.sum())))
+
+    @staticmethod
+    def size(t: torch.Tensor) -> float:
+        return t.norm().item()
 
 
 def one_device() -> dict[str, torch.Tensor]:

@@ -22,7 +22,8 @@ def running_optimizer(*, of_torch: bool) -> Optimizer | None:
         # Of other functions no locals are asked for: a frame of Python 3.11 keeps those that it was asked for alive.
         if frame.f_code in codes:
             found = frame.f_locals.get(frame.f_code.co_varnames[0])
-            return found if isinstance(found, Optimizer) else None
+            if isinstance(found, Optimizer):  # a static method has none
+                return found
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
