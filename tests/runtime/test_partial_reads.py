@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshwright as mw
 from meshwright.private import dtensor_handlers
+from meshwright.workers.pool import LocalWorkers
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[LocalWorkers]:
+    """Workers in which no job of other tests is alive: reads are refused as long as any job lives."""
+    with mw.local_workers(2) as pool:
+        yield pool
+
 
 READS = {
     "item": lambda p: p.grad.norm().item(),
@@ -79,9 +89,9 @@ def numbers(mesh: str) -> Any:
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
-def test_a_number_of_a_part_is_not_read(workers: Any, mesh: str) -> None:
+def test_a_number_of_a_part_is_not_read(fresh: LocalWorkers, mesh: str) -> None:
     expected = one_device()
-    results = workers.run(numbers, mesh, ranks=2)
+    results = fresh.run(numbers, mesh, ranks=2)
     for told, (norm, of_job), _, patched in results:
         for name in READS.keys() - {"if"}:  # a comparison makes its operand whole
             assert "full_tensor().item()" in told[name] and f"a part over {mesh.split('=')[0]}" in told[name], (
@@ -94,8 +104,8 @@ def test_a_number_of_a_part_is_not_read(workers: Any, mesh: str) -> None:
         torch.testing.assert_close(results[0][2][name], p)
 
 
-def test_reads_of_whole_tensors_stay_as_they_are(workers: Any) -> None:
-    (told, *_), (other, *_) = workers.run(numbers, "dp_replicate=2", ranks=2)
+def test_reads_of_whole_tensors_stay_as_they_are(fresh: LocalWorkers) -> None:
+    (told, *_), (other, *_) = fresh.run(numbers, "dp_replicate=2", ranks=2)
     assert told == other and not any("full_tensor" in said for said in told.values())
 
 
@@ -103,6 +113,6 @@ def sum_without_a_job() -> float:
     return float(distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)]).sum())
 
 
-def test_torch_itself_reads_the_part(workers: Any) -> None:
+def test_torch_itself_reads_the_part(fresh: LocalWorkers) -> None:
     """If torch changes this, ``partial_reads`` may go."""
-    assert workers.run(sum_without_a_job, ranks=2) == [1.0, 5.0]
+    assert fresh.run(sum_without_a_job, ranks=2) == [1.0, 5.0]

@@ -40,14 +40,15 @@ def _read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _finding(tensor: Any) -> Finding:
-    axes = ", ".join(
+    axes = " and ".join(
         str(axis)
         for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
         if placement.is_partial()
     )
     return Finding(
         where="item, float, int or bool of a tensor",
-        given=f"a DTensor of which each rank has a part over {axes}: it was computed from a sharded parameter or gradient",
+        given=f"a DTensor of which each rank has a part over {axes or 'its mesh'}: it was computed from a sharded parameter "
+        "or gradient",
         required="a tensor that is whole on this rank",
         fix="tensor.full_tensor().item(), which all ranks must call; for the norm of all gradients job.grad_norm(), or what "
         "job.clip_grad_norm_(max_norm) returns",
