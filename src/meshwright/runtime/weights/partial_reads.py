@@ -1,4 +1,4 @@
-"""``refuse_partial_reads``: a number that is read on the host from a DTensor is that of the whole tensor, or an error.
+"""``refuse_partial_reads``: ``.item()`` of a DTensor that is Partial is an error; within an optimizer, the whole number.
 
 The norm, sum, mean or largest element of a sharded parameter or gradient is a DTensor that is Partial: each rank has that of
 its own shard. ``.item()``, ``float`` and ``bool`` of it return this rank's part, without an error (torch 2.13,
@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from meshwright.errors import Finding, PlanError
+from meshwright.private import raw_local
 from meshwright.runtime.weights.running_optimizer import running_optimizer
 from meshwright.spmd import patches
 
@@ -33,7 +34,7 @@ def refuse_partial_reads(owner: object) -> None:
 def _read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     if not any(placement.is_partial() for placement in tensor.placements):
-        return op(tensor.to_local())
+        return op(raw_local(tensor))
     if running_optimizer(of_torch=True) is None:
         raise PlanError([_finding(tensor)], "this read of a value")
     return op(tensor.full_tensor())

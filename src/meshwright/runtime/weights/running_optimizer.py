@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 
 from torch.optim import Optimizer
 
@@ -16,15 +16,15 @@ def running_optimizer(*, of_torch: bool) -> Optimizer | None:
     Args:
         of_torch: whether it may be one of ``torch.optim``.
     """
-    codes = set(_codes_of_methods(Optimizer, of_torch))
-    frame = sys._getframe(1)
+    kinds = list(_kinds(Optimizer, of_torch))
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # Of other functions no locals are asked for: a frame of Python 3.11 keeps those that it was asked for alive.
-        if frame.f_code in codes:
+        if any(_is_method(frame.f_code, kind) for kind in kinds):
             found = frame.f_locals.get(frame.f_code.co_varnames[0])
             if isinstance(found, Optimizer):  # a static method has none
                 return found
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -33,15 +33,18 @@ def is_of_torch(kind: type) -> bool:
     return kind.__module__.startswith("torch.optim.")
 
 
-def _codes_of_methods(base: type[Optimizer], of_torch: bool) -> Iterator[CodeType]:
-    """The code of each method with arguments of the subclasses of a class."""
-    for cls in base.__subclasses__():
-        yield from _codes_of_methods(cls, of_torch)
-        if of_torch or not is_of_torch(cls):
-            for method in filter(callable, vars(cls).values()):
-                code = getattr(inspect.unwrap(method), "__code__", None)
-                if code is not None and code.co_argcount:
-                    yield code
+def _kinds(base: type[Optimizer], of_torch: bool) -> Iterator[type[Optimizer]]:
+    """The subclasses of a class, and theirs."""
+    for kind in base.__subclasses__():
+        yield from _kinds(kind, of_torch)
+        if of_torch or not is_of_torch(kind):
+            yield kind
+
+
+def _is_method(code: CodeType, kind: type) -> bool:
+    """Whether a class has this code as a method with arguments. Found by its name: optimizers may ask for each parameter."""
+    method = vars(kind).get(code.co_name)
+    return method is not None and code.co_argcount > 0 and getattr(inspect.unwrap(method), "__code__", None) is code
 
 
 __all__ = ["is_of_torch", "running_optimizer"]
