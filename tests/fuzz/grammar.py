@@ -1068,6 +1068,11 @@ def in_a_structure(b: Builder) -> None:
         b.new(f"{{0}}{out} * 1.0", kept)
 
 
+# Within a transform torch ends the process at a write under no_grad to a view, and at the use of a parameter whose ``data``
+# was assigned, as `nn.Module.to` does (pytorch #184876).
+ENDS_A_TRANSFORM = re.compile(r"no_grad|self\.\w+\.(to|float|double)\(")
+
+
 @operation("blocks", 4)
 def called_block(b: Builder) -> None:
     """A submodule, called once or several times, perhaps computed again in backward."""
@@ -1081,8 +1086,7 @@ def called_block(b: Builder) -> None:
     if "swapped" in b.allowed:
         tensors = f"{{n: p * 0.7 for n, p in self.{name}.named_parameters()}}"
         ways += [f"torch.func.functional_call(self.{name}, {tensors}, ({{0}},))"]
-    # Torch ends the process at a write under no_grad to a view, within a transform.
-    if "transforms" in b.allowed and "no_grad" not in b.classes[-1].source():
+    if "transforms" in b.allowed and not ENDS_A_TRANSFORM.search(b.classes[-1].source()):
         ways += [b.pick([f"torch.vmap(self.{name})({{0}})", f"torch.func.grad(lambda t: self.{name}(t).square().sum())({{0}})",
                          f"torch.func.jvp(self.{name}, ({{0}},), (torch.ones_like({{0}}),))[1]"])]  # fmt: skip
     text = b.pick(ways)
