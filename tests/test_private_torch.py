@@ -121,7 +121,7 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _DisableTorchDispatch _apply _getframe _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
-        _get_backend _get_default_store _custom_op_handlers _get_obj_in_tls _op_dispatcher _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
+        _get_backend _get_default_store _custom_op_handlers _api _dispatch _dtensor_spec _redistribute _StridedShard _get_obj_in_tls _op_dispatcher _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _top_saved_tensors_default_hooks _torchdynamo_orig_callable \
         _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook _enable_record_function _profiler_enabled \
@@ -162,7 +162,7 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_functorch",
     "spmd/patches.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active _bind_default_args _call_custom_function_call _functorch \
-        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _local_scalar_dense _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_",
+        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _local_scalar_dense _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_ _make_shard_tensor _unsafe_view",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys

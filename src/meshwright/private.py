@@ -300,6 +300,36 @@ def dtensor_handlers() -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, An
     return handlers
 
 
+def dtensor_redistribution() -> list[Any]:
+    """The modules whose global ``redistribute_local_tensor`` gathers and divides DTensors: for its methods, for functions of
+    ATen, for gradients. There is no public way to a layout of parts other than that of ``Shard``."""
+    from torch.distributed.tensor import _api, _dispatch, _redistribute
+
+    return [_api, _dispatch, _redistribute]
+
+
+def dtensor_placements() -> tuple[type, type]:
+    """``Shard``, and the class of a placement along a dim that a later axis shards, too, which has no public name.
+
+    ``_make_shard_tensor`` of them takes a part for ``distribute_tensor``, which scripts import by its name.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return Shard, _StridedShard
+
+
+def placements_replaced(spec: Any, placements: Iterable[Any]) -> Any:
+    """The description that a DTensor has of itself, with other placements. ``redistribute`` takes DTensors alone."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def description_of(t: Any) -> Any:
+    """What a DTensor knows of itself (``DTensorSpec``): mesh, placements, shape. There is no public attribute for all of it."""
+    return t._spec
+
+
 def raw_local(p: Any) -> Tensor:
     """This rank's local tensor of a DTensor, without a graph. ``to_local`` takes ten times as long."""
     local: Tensor = p._local_tensor

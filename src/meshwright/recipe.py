@@ -281,10 +281,7 @@ class Recipe:
             ranges[parameter.tp.dim] = parameter.tp.intervals(coordinate.tp)
         size = self.shards(parameter)
         if size > 1:
-            rows = sum(stop - start for start, stop in ranges[0])
-            step = -(-rows // size)
-            first = coordinate.dp_shard * step
-            ranges[0] = _part(ranges[0], first, min(first + step, rows))
+            ranges[0] = chunk_of(ranges[0], size, coordinate.dp_shard)
         return tuple(ranges)
 
     def held_shape(self, parameter: ParameterRecipe, rank: int) -> tuple[int, ...]:
@@ -313,8 +310,11 @@ class Recipe:
         return iter(self.parameters)
 
 
-def _part(ranges: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Elements ``first`` to ``last`` of the concatenation of ``ranges``."""
+def chunk_of(ranges: tuple[Interval, ...], chunks: int, index: int) -> tuple[Interval, ...]:
+    """One of ``chunks`` parts, as ``torch.chunk`` divides, of the concatenation of ``ranges``."""
+    elements = sum(stop - start for start, stop in ranges)
+    step = -(-elements // chunks)
+    first, last = index * step, min((index + 1) * step, elements)
     intervals, base = [], 0
     for start, stop in ranges:
         lo, hi = max(first - base, 0), min(last - base, stop - start)

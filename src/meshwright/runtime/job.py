@@ -29,9 +29,11 @@ from meshwright.runtime.sharded_model import ShardedModel
 from meshwright.runtime.step_agreement import StepAgreement
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
+from meshwright.runtime.weights.copied_views import write_through
 from meshwright.runtime.weights.coupled_updates import refuse_coupled_updates
 from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.runtime.weights.partial_reads import refuse_partial_reads
+from meshwright.runtime.weights.redistribution import redistribute_by_recipe
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
 
@@ -74,6 +76,8 @@ class Job:
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self._optimizer_notes: list[str] = []
         refuse_partial_reads(self._sharded_model)
+        write_through(self._sharded_model)
+        redistribute_by_recipe(self._sharded_model, ShardedModel.named_parameters, self.recipe)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)
             refuse_coupled_updates(self._sharded_model, ShardedModel.parameters, self._optimizer_notes.append)

@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
-from meshwright.private import dtensor_handlers
+from meshwright.private import dtensor_handlers, dtensor_placements, dtensor_redistribution
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function → the function that is called instead."""
@@ -79,6 +79,11 @@ class Patch:
     def plain(self) -> Callable[..., Any]:
         """The attribute as torch has it."""
         return self._plain
+
+    @property
+    def now(self) -> Callable[..., Any]:
+        """What the attribute is now; outside of all blocks that of torch."""
+        return self._now
 
     @contextmanager
     def on(self, change: Change, *, first: bool = False) -> Iterator[None]:
@@ -144,12 +149,15 @@ class DTensorPatch:
 
     def __init__(self, op: Any, why: str, until: str) -> None:
         self._op, self._blocks = op, 0
+        self._torch_s: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
 
     @contextmanager
     def on(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
         """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
         with _LOCK:
+            if not self._blocks:
+                self._torch_s = dtensor_handlers().get(self._op)
             dtensor_handlers()[self._op] = handler
             self._blocks += 1
         try:
@@ -158,7 +166,52 @@ class DTensorPatch:
             with _LOCK:
                 self._blocks -= 1
                 if not self._blocks:
-                    del dtensor_handlers()[self._op]
+                    self._put_back()
+
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch does for it. Another thread that calls the function at this moment gets the same."""
+        if self._torch_s is not None:
+            return self._torch_s(self._op, args, kwargs)
+        handler = dtensor_handlers().pop(self._op, None)
+        try:
+            return self._op(*args, **kwargs)
+        finally:
+            if handler is not None and self._blocks:
+                dtensor_handlers()[self._op] = handler
+
+    def _put_back(self) -> None:
+        if self._torch_s is None:
+            dtensor_handlers().pop(self._op, None)
+        else:
+            dtensor_handlers()[self._op] = self._torch_s
+
+
+class SetterPatch:
+    """What an assignment to an attribute in C does, replaced in a subclass of Tensor while at least one ``on`` block runs.
+
+    Args:
+        name: the attribute, of ``torch.Tensor``.
+        why, until: for the line in ``TABLE``.
+    """
+
+    def __init__(self, owner: str, name: str, why: str, until: str) -> None:
+        self._name, self._blocks = name, 0
+        TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
+
+    @contextmanager
+    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> Iterator[None]:
+        """While on, ``t.name = value`` calls ``setter(t, value)``. Blocks that run at the same time give the same setter."""
+        with _LOCK:
+            if not self._blocks:
+                setattr(owner, self._name, property(getattr(torch.Tensor, self._name).__get__, setter))
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._blocks -= 1
+                if not self._blocks:
+                    delattr(owner, self._name)
 
 
 _AS_ONE = "to a tracer, a function that torch.func transforms is one event; it runs without saved-tensor hooks"
@@ -337,6 +390,58 @@ READ = DTensorPatch(
     "the item of a DTensor that is Partial is this rank's part (runtime/weights/partial_reads.py)",
     _JOB,
 )
+_ATEN = torch.ops.aten
+MEANS = tuple(
+    DTensorPatch(
+        op, "torch weighs the means of all ranks alike, in uneven shares too (runtime/weights/redistribution.py)", _JOB
+    )
+    for op in (_ATEN.mean.default, _ATEN.mean.dim)
+)
+POSITIONS = tuple(
+    DTensorPatch(op, "torch takes a rank's part for a chunk (runtime/weights/redistribution.py)", _JOB)
+    for op in (_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.embedding.default, _ATEN._unsafe_view.default)
+)
+VIEWS = tuple(
+    DTensorPatch(op, "torch loses what is written to a view that it had to gather (runtime/weights/copied_views.py)", _JOB)
+    for op in (
+        _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.diagonal.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default,
+        _ATEN.view.default, _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.expand.default,
+    )
+)  # fmt: skip
+WRITES = tuple(
+    DTensorPatch(op, "DTensor lacks such writes, or does each rank's part alone (runtime/weights/copied_views.py)", _JOB)
+    for op in (
+        _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor,
+        _ATEN.index_copy_.default, _ATEN.index_add_.default, _ATEN.scatter_.src, _ATEN.scatter_.value,
+        _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.triu_.default, _ATEN.tril_.default,
+        _ATEN.renorm_.default, _ATEN.eye.m_out,
+    )
+)  # fmt: skip
+DATA = SetterPatch(
+    "torch.distributed.tensor.DTensor",
+    "data",
+    "torch loses an assignment to the data of a DTensor (runtime/weights/copied_views.py)",
+    _JOB,
+)
+
+
+@functools.cache
+def redistributions() -> tuple[Patch, ...]:
+    """The function that gathers and divides DTensors, wherever torch calls it. DTensor is imported only if this is called."""
+    why = (
+        "fused parameters and uneven shares over tp are gathered as the recipe says (runtime/weights/redistribution.py)"
+    )
+    return tuple(Patch(module, "redistribute_local_tensor", why, _JOB) for module in dtensor_redistribution())
+
+
+@functools.cache
+def distributions() -> tuple[Patch, ...]:
+    """The functions by which ``distribute_tensor`` takes parts: along a dim that one axis shards, and along one that two do."""
+    why = "parts over tp are those of the recipe (runtime/weights/redistribution.py)"
+    kinds = dtensor_placements()
+    return tuple(Patch(kind, "_make_shard_tensor", why, _JOB, of_class=True) for kind in kinds)
+
+
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",

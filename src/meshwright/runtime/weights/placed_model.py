@@ -1,10 +1,9 @@
 """``PlacedModel``: the parameters, classes and forwards of a model when the job was made; finds what has changed since.
 
-A person may write to parameters between steps (``p.mul_``, ``p.data.copy_``, ``load_state_dict``). But some changes would be
+A person may write to parameters between steps (``p.mul_``, ``p.data = …``, ``load_state_dict``). But some changes would be
 lost without an error, so ``check`` finds them:
 
     a parameter is replaced        FSDP2 goes on with its own; nobody reduces the gradient of a new one
-    ``p.data = …`` of a DTensor    it keeps its old values
     a module's class is changed    its calls are wrapped, and go to the old class's forward
     a module's forward is changed  in a model in parts: stages and branches run the recorded parts of the old one
 """
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import Finding, Findings
-from meshwright.private import any_backward_hooks, raw_local, raw_locals, storage_of, storages_of
+from meshwright.private import any_backward_hooks, raw_local, raw_locals
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
 from meshwright.runtime.weights.parameters import parameter_slots
@@ -52,7 +51,6 @@ class PlacedModel:
         self._tables_then = _contents(self._tables)
         by_id = {id(p): p for table in self._tables for p in table.values() if p is not None}
         self._dtensors = [p for p in by_id.values() if isinstance(p, DTensor)]
-        self._storages = storages_of(self._dtensors)
         self._known, self._tables_by_id = by_id, {id(table): dict(table) for table in self._tables}
         self._note_local_tensors()
 
@@ -68,17 +66,14 @@ class PlacedModel:
             same_parameters
             and [*map(type, self._all_modules)] == self._classes
             and all(map(is_, self._forwards_now(), self._forwards))
-            and storages_of(self._dtensors) == self._storages
         ):
             if self.token is not None and not self._has_same_local_tensors():
                 self._note_local_tensors()
             return
         findings = Findings("this step")
-        then = zip(self._dtensors, self._storages, strict=True)
-        moved = {id(p) for p, storage in then if storage_of(p) != storage}
         for name, module, key, p in parameter_slots(self._model):
             before = self._tables_by_id.get(id(module._parameters), {}).get(key)
-            if (finding := self._finding(name, before, p, assigned=id(p) in moved)) is not None:
+            if (finding := self._finding(name, before, p)) is not None:
                 findings.extend([finding])
         classes = {id(m): cls for m, cls in zip(self._all_modules, self._classes, strict=True)}
         for name, module in self._model.named_modules():
@@ -104,12 +99,11 @@ class PlacedModel:
         same_tensors = map(is_, raw_locals(self._dtensors), self._locals_then)
         return all(same_tensors) and [*map(_TRAINS, self._dtensors)] == self._trains
 
-    def _finding(self, name: str, before: Tensor | None, p: Tensor, *, assigned: bool) -> Finding | None:
+    def _finding(self, name: str, before: Tensor | None, p: Tensor) -> Finding | None:
         """A finding if a parameter is not the one that the job put there.
 
         Args:
             before: the parameter that the job put there; None if there was none.
-            assigned: whether another tensor was assigned to ``p.data``.
         """
         line = self._recipe.by_name.get(name)
         if line is None:
@@ -118,13 +112,6 @@ class PlacedModel:
                 given="a parameter that was not there when the job was made",
                 required="the parameters that were planned: nobody shards it, or reduces its gradient",
                 fix="put it into the model before parallelize",
-            )
-        if assigned:
-            return Finding(
-                where=name,
-                given="another tensor was assigned to its data",
-                required="its own: a DTensor keeps the values that it had",
-                fix="p.data.copy_(...)",
             )
         sharded = self._by_fsdp and line.data != "loose"
         if p is before or (not sharded and (id(p) in self._known or (before is not None and _alike(p, before)))):

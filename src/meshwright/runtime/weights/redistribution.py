@@ -1,0 +1,317 @@
+"""``redistribute_by_recipe``: what DTensor gathers and divides over tp has the order and the shares of the recipe.
+
+DTensor's ``Shard`` means: rank r holds the r-th chunk. A fused parameter (q, k and v one after another) is sharded block by
+block, and three heads over two ranks are two and one. In torch ``p.full_tensor()`` of the first has its rows in another order,
+without an error; that of the second ends the process, as gloo compares sizes.
+
+A DTensor does not say that it is the gradient of a parameter, or a moment of Adam. So it has the layout of the job's parameters
+that are sharded over tp along a dim of its size. If these differ, it has that of the parameter whose memory it shares, or of
+those with its shape; if these differ, too, that is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.errors import Finding, PlanError
+from meshwright.layout import Interval, Shard
+from meshwright.private import description_of, placements_replaced, raw_local, storage_of
+from meshwright.recipe import Recipe, Slices, chunk_of, place_slices, take_slices
+from meshwright.runtime.groups import as_bytes
+from meshwright.spmd import patches
+
+Redistribute = Callable[..., Tensor]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Parameters = Callable[[Any], Iterable[tuple[str, Tensor]]]
+
+
+def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe) -> None:
+    """Does so as long as ``owner`` lives, which this does not keep alive. ``parameters(owner)``: (name, parameter) of each."""
+    layouts = _Layouts(weakref.ref(owner), parameters, recipe)
+    stack = ExitStack()
+    for patch in (
+        patches.redistributions() if layouts.of_size else ()
+    ):  # in chunks, too: another job may have other layouts
+        stack.enter_context(patch.on(lambda inner: _ByRecipe(inner, layouts)))
+    if layouts.surprising:
+        for patch, twice in zip(patches.distributions(), (False, True), strict=True):
+            stack.enter_context(patch.on(_distributing(twice)))
+        for mean in patches.MEANS:
+            stack.enter_context(mean.on(_mean(mean)))
+        for position in patches.POSITIONS:
+            stack.enter_context(position.on(_of_whole(position)))
+    weakref.finalize(owner, stack.close).atexit = False
+
+
+class _Layouts:
+    """The layouts over tp of one job's parameters, by what a DTensor says of itself: ranks, sizes, shape, memory."""
+
+    def __init__(self, owner: weakref.ref[Any], parameters: Parameters, recipe: Recipe) -> None:
+        self._owner, self._parameters, self._recipe = owner, parameters, recipe
+        self.of_size: dict[tuple[int, int], set[Shard]] = defaultdict(set)
+        self.of_shape: dict[tuple[int, int, tuple[int, ...]], set[Shard]] = defaultdict(set)
+        for line in recipe.parameters:
+            if isinstance(line.tp, Shard):
+                self.of_size[line.tp.ranks, line.tp.size].add(line.tp.on(0))
+                self.of_shape[line.tp.ranks, line.tp.dim, line.shape].add(line.tp.on(0))
+
+    @property
+    def surprising(self) -> bool:
+        """Whether one of them is not what DTensor's ``Shard`` says."""
+        return any(not _is_chunks(layout) for layouts in self.of_size.values() for layout in layouts)
+
+    def of_memory(self, local: Tensor) -> set[Shard]:
+        """The layout of the parameter whose memory, or whose gradient's memory, a local tensor has."""
+        memory, owner = storage_of(local), self._owner()
+        for name, p in self._parameters(owner) if owner is not None else ():
+            layout = self._recipe.by_name[name].tp
+            for t in (p, p.grad):
+                if isinstance(layout, Shard) and isinstance(t, DTensor) and storage_of(raw_local(t)) == memory:
+                    return {layout.on(0)}
+        return set()
+
+
+class _ByRecipe:
+    """What is called for ``redistribute_local_tensor``. It knows the layouts of all jobs that are alive."""
+
+    def __init__(self, inner: Any, layouts: _Layouts) -> None:
+        self.torch: Redistribute = getattr(inner, "torch", inner)
+        self.known: tuple[_Layouts, ...] = (*getattr(inner, "known", ()), layouts)
+
+    def __call__(self, local: Tensor, current: Any, target: Any, **options: Any) -> Tensor:
+        before, after = self.layout(current, local), self.layout(target, local)
+        if before is None and after is None:
+            return self.torch(local, current, target, **options)
+        with torch.no_grad():
+            if any(p.is_partial() for p in current.placements):
+                summed = _without(current, Replicate(), lambda p: p.is_partial())
+                local, current = self.torch(local, current, summed), summed
+            if current.placements == target.placements:
+                return local
+            whole = self._whole(local, current, before)
+            # Torch has a Partial of a whole value: the value on one rank, zeros on the others.
+            unsharded = _without(target, Replicate(), is_sharded)
+            whole = self.torch(whole, _without(target, Replicate()), target if after is None else unsharded)
+            if after is None:
+                return whole
+            return take_slices(whole, _slices(target, after, tuple(target.mesh.get_coordinate()))).clone()
+
+    def layout(self, spec: Any, local: Tensor) -> Shard | None:
+        """The layout over tp of a DTensor, if its parts are not those that torch takes them for.
+
+        They are others, too, where data axes divide the chunks of tp (``_StridedShard``), but not evenly.
+        """
+        axis = _tp(spec.mesh)
+        if axis is None or not is_sharded(spec.placements[axis]):
+            return None
+        dim, ranks = spec.placements[axis].dim, spec.mesh.size(axis)
+        layout = self.layout_of(tuple(spec.shape), dim, ranks, local)
+        twice = sum(is_sharded(p) and p.dim == dim for p in spec.placements) > 1
+        return layout or (_chunks(spec.shape[dim], ranks) if twice and is_uneven(spec) else None)
+
+    def layout_of(self, shape: tuple[int, ...], dim: int, ranks: int, local: Tensor) -> Shard | None:
+        """The same for a tensor of a shape that ``ranks`` ranks shard along a dim."""
+        found: set[Shard] = set().union(*(known.of_size.get((ranks, shape[dim]), ()) for known in self.known))
+        if len(found) > 1:
+            found = (
+                set().union(*(known.of_memory(local) for known in self.known))
+                or set().union(*(known.of_shape.get((ranks, dim, shape), ()) for known in self.known))
+                or found
+            )
+        if len(found) > 1:
+            raise PlanError([_ambiguous(shape, dim, found)], "this use of a DTensor")
+        return next((layout for layout in found if not _is_chunks(layout)), None)
+
+    def distributes(self, take: Callable[..., Tensor], *, twice: bool) -> Callable[..., Tensor]:
+        """What is called for ``_make_shard_tensor``, which takes a part of a whole tensor along a dim.
+
+        Args:
+            take: that of torch.
+            twice: whether a later axis shards the dim, too.
+        """
+
+        def part(cls: Any, dim: int, whole: Tensor, mesh: Any, axis: int, *args: Any, **kwargs: Any) -> Tensor:
+            tp = _tp(mesh)
+            layout = None
+            if tp is not None and (twice or axis == tp):
+                layout = self.layout_of(tuple(whole.shape), dim, mesh.size(tp), whole)
+            if layout is None:
+                return take(cls, dim, whole, mesh, axis, *args, **kwargs)
+            if twice:
+                raise PlanError([_in_two_steps(whole, dim, layout)], "distribute_tensor")
+            source = (*args, *kwargs.values())[:1]
+            if source != (None,):
+                whole = whole.clone(memory_format=torch.contiguous_format)
+                dist.broadcast(as_bytes(whole), group=mesh.get_group(axis), group_src=source[0] if source else 0)
+            return layout.on(dim).take(whole, mesh.get_local_rank(axis)).clone()
+
+        return part
+
+    def _whole(self, local: Tensor, spec: Any, layout: Shard | None) -> Tensor:
+        if layout is None:
+            return self.torch(local, spec, _without(spec, Replicate()))
+        axes = [axis for axis, p in enumerate(spec.placements) if is_sharded(p)]
+        places = dict(_places(spec, layout, axes))
+        most = max(map(_numel, places.values()))
+        parts = local.new_zeros(most)
+        parts[: local.numel()] = local.reshape(-1)
+        for axis in reversed(axes):
+            received = parts.new_empty((spec.mesh.size(axis), *parts.shape))
+            dist.all_gather_into_tensor(as_bytes(received), as_bytes(parts), group=spec.mesh.get_group(axis))
+            parts = received
+        whole = local.new_empty(spec.shape)
+        for place, slices in places.items():
+            place_slices(whole, slices, parts[place][: _numel(slices)].view(_shape(slices)))
+        return whole
+
+
+def gathered(tensor: DTensor) -> DTensor:
+    """The tensor, whole on every rank, but for sums that are still to be made."""
+    return tensor.redistribute(placements=[p if p.is_partial() else Replicate() for p in tensor.placements])
+
+
+def _distributing(twice: bool) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """The change of one of the functions by which ``distribute_tensor`` takes parts, for all jobs that are alive."""
+
+    def change(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def part(*args: Any, **kwargs: Any) -> Tensor:
+            rule = patches.redistributions()[0].now
+            return (
+                rule.distributes(inner, twice=twice)(*args, **kwargs)
+                if isinstance(rule, _ByRecipe)
+                else inner(*args, **kwargs)
+            )
+
+        return part
+
+    return change
+
+
+def is_surprising(tensor: DTensor) -> bool:
+    """Whether the parts of a DTensor are not those that torch takes them for."""
+    rule = patches.redistributions()[0].now
+    return isinstance(rule, _ByRecipe) and rule.layout(description_of(tensor), raw_local(tensor)) is not None
+
+
+def _of_whole(patch: patches.DTensorPatch) -> Handler:
+    """For a function that asks where its elements are in the whole tensor. Torch takes the part for a chunk."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = gathered(args[0]) if is_surprising(args[0]) else args[0]
+        return patch.plain((tensor, *args[1:]), kwargs)
+
+    return handler
+
+
+def _mean(patch: patches.DTensorPatch) -> Handler:
+    """The mean as a sum, divided afterwards. Torch adds the means of the ranks' shares, each with the same weight."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not is_surprising(tensor):
+            return patch.plain(args, kwargs)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        dims = [*((args[1] if len(args) > 1 else None) or range(tensor.ndim))]
+        total = tensor.sum(dims, len(args) > 2 and args[2], dtype=torch.promote_types(dtype, torch.float32))
+        return (total / prod(tensor.shape[dim] for dim in dims)).to(dtype)
+
+    return handler
+
+
+def _places(spec: Any, layout: Shard, axes: list[int]) -> Iterator[tuple[tuple[int, ...], Slices]]:
+    """(coordinates on ``axes``, the slices there) of all parts of a tensor."""
+    for place in itertools.product(*(range(spec.mesh.size(axis)) for axis in axes)):
+        coordinate = [0] * spec.mesh.ndim
+        for axis, index in zip(axes, place, strict=True):
+            coordinate[axis] = index
+        yield place, _slices(spec, layout, tuple(coordinate))
+
+
+def _slices(spec: Any, layout: Shard, coordinate: tuple[int, ...]) -> Slices:
+    """The part at a coordinate of the mesh: sharded over tp by the layout, then in chunks over other axes, as FSDP2 does it."""
+    tp = _tp(spec.mesh)
+    assert tp is not None
+    ranges: list[tuple[Interval, ...]] = [((0, n),) if n else () for n in spec.shape]
+    if is_sharded(spec.placements[tp]):
+        ranges[spec.placements[tp].dim] = layout.intervals(coordinate[tp])
+    for axis, placement in enumerate(spec.placements):
+        if axis != tp and is_sharded(placement):
+            ranges[placement.dim] = chunk_of(ranges[placement.dim], spec.mesh.size(axis), coordinate[axis])
+    return tuple(ranges)
+
+
+def _shape(slices: Slices) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in slices)
+
+
+def _numel(slices: Slices) -> int:
+    return prod(_shape(slices))
+
+
+def _tp(mesh: Any) -> int | None:
+    """The number of the axis ``tp`` in a mesh."""
+    names = mesh.mesh_dim_names or ()
+    return names.index("tp") if "tp" in names else None
+
+
+def is_sharded(placement: Any) -> bool:
+    """Whether ranks of an axis have different parts. (``_StridedShard`` is no ``Shard``.)"""
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def _without(spec: Any, other: Any, which: Callable[[Any], bool] = lambda p: True) -> Any:
+    """The description with ``other`` in place of some of its placements."""
+    return placements_replaced(spec, (other if which(p) else p for p in spec.placements))
+
+
+def is_uneven(spec: Any) -> bool:
+    """Whether a dim does not divide by the ranks of the axes that shard it."""
+    ranks = [1] * len(spec.shape)
+    for axis, placement in enumerate(spec.placements):
+        if is_sharded(placement):
+            ranks[placement.dim] *= spec.mesh.size(axis)
+    return any(size % parts for size, parts in zip(spec.shape, ranks, strict=True))
+
+
+def _chunks(size: int, ranks: int) -> Shard:
+    """The layout that DTensor's ``Shard`` means."""
+    parts = (chunk_of(((0, size),), ranks, rank) for rank in range(ranks))
+    return Shard(0, (tuple(stop - start for part in parts for start, stop in part or ((0, 0),)),))
+
+
+def _is_chunks(layout: Shard) -> bool:
+    return layout == _chunks(layout.size, layout.ranks)
+
+
+def _ambiguous(shape: tuple[int, ...], dim: int, found: set[Shard]) -> Finding:
+    return Finding(
+        where=f"a DTensor of shape {shape}, sharded over tp along dim {dim}",
+        given=f"parameters with {shape[dim]} elements along a dim that are sharded over tp in different ways: "
+        + " and ".join(sorted(str(layout.pieces) for layout in found)),
+        required="a parameter, its gradient, or a tensor of a shape that only parameters of one layout have",
+        fix="dict(job.full_parameters()), or full_tensor() of the parameter or gradient itself",
+    )
+
+
+def _in_two_steps(whole: Tensor, dim: int, layout: Shard) -> Finding:
+    return Finding(
+        where=f"distribute_tensor of a tensor of shape {tuple(whole.shape)}, along dim {dim} over tp and another axis",
+        given=f"parameters with {layout.size} elements along a dim that are not sharded over tp in even chunks",
+        required="a DTensor that is divided over both axes at once",
+        fix="replicated = DTensor.from_local(whole, p.device_mesh, [Replicate()] * p.device_mesh.ndim)\n"
+        "replicated.redistribute(placements=p.placements)",
+    )
+
+
+__all__ = ["gathered", "is_sharded", "is_surprising", "is_uneven", "redistribute_by_recipe"]

@@ -1,0 +1,247 @@
+"""DTensors of fused parameters and of uneven shares over tp: every function of them is that of the whole tensor."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.spmd import patches
+from meshwright.workers.pool import LocalWorkers
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[LocalWorkers]:
+    """Workers in which no job of other tests is alive, whose parameters would have these sizes, too."""
+    with mw.local_workers(4) as pool:
+        yield pool
+
+
+class Attention(nn.Module):
+    """q, k and v are one parameter."""
+
+    def __init__(self, heads: int, *, up: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(12, 36), nn.Linear(12, 12), heads
+        if up:
+            self.up, self.down = nn.Linear(12, 36), nn.Linear(36, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, 12 // self.heads)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return (x + self.down(self.up(x).relu()) if hasattr(self, "up") else x).square().mean()
+
+
+BATCH = torch.randn(4, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def job_of(mesh: str, heads: int, *, up: bool = False) -> mw.Job:
+    return mw.parallelize(
+        lambda: Attention(heads, up=up), mesh, batch=(torch.ones(4, 5, 12),), loss=lambda out: out, dtype=torch.float64
+    )
+
+
+def orthogonalized(w: Any) -> Any:
+    """As Muon computes it."""
+    x = w / (w.norm() + 1e-7)
+    for _ in range(3):
+        a = x @ x.T
+        x = 2 * x - 1.5 * (a @ x) + 0.5 * (a @ (a @ x))
+    return x
+
+
+def second_moments(w: Any) -> Any:
+    """As Adafactor computes them."""
+    rows, columns = w.square().mean(-1, keepdim=True), w.square().mean(-2, keepdim=True)
+    return w / (rows * columns / rows.mean(-2, keepdim=True)).sqrt()
+
+
+def like(w: Any, numbers: Tensor) -> Any:
+    """Numbers beside a tensor: a DTensor beside a DTensor."""
+    if not isinstance(w, DTensor):
+        return numbers
+    return DTensor.from_local(numbers, w.device_mesh, [Replicate()] * w.device_mesh.ndim)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda w: w,
+    "twice": lambda w: w * 2,
+    "T": lambda w: w.T,
+    "wᵀw": lambda w: w.T @ w,
+    "wwᵀ": lambda w: w @ w.T,
+    "orthogonalized": orthogonalized,
+    "second moments": second_moments,
+    "mean": lambda w: w.mean(),
+    "means": lambda w: (w.mean(0), w.mean(1), w.mean((0, 1)), w.mean(dim=-1, keepdim=True)),
+    "variances": lambda w: (w.std(), w.var(0)),
+    "sums": lambda w: (w.sum(0), w.amax(0), w.norm(dim=1), w.logsumexp(0)),
+    "softmax": lambda w: (w.softmax(0), w.softmax(1)),
+    "cumsum": lambda w: w.cumsum(0),
+    "views": lambda w: (w.view(3, -1, w.shape[1]), w.view(-1), w.reshape(2, -1), w.flatten(), w.unsqueeze(0)),
+    "expanded": lambda w: w[None].expand(2, -1, -1),
+    "slices": lambda w: (w[0], w[5], w[:7], w[:, 3], w[:, 2:9], w[::2], w[-1]),
+    "chunks": lambda w: (*w.chunk(3), *w.chunk(3, 1), *w.split(5)),
+    "sorted": lambda w: (w.sort(0)[0], w.flatten().topk(3)[0], w.median()),
+    "argmax": lambda w: (w.argmax(), w.argmin(0)),
+    "diagonal": lambda w: (w.diagonal(), w.triu(), w.flip(0), w.roll(1, 0)),
+    "joined": lambda w: (torch.cat([w, w]), torch.stack([w, w]), w.repeat(2, 1)),
+    "products": lambda w: (torch.einsum("ij,kj->ik", w, w), torch.bmm(w[None], w.T[None]), torch.linalg.svdvals(w)),
+    "lists": lambda w: (*torch._foreach_mul([w, w], 2.0), *torch._foreach_norm([w])),
+    "embedding": lambda w: F.embedding(like(w, torch.tensor([0, 5, 6])), w),
+}  # fmt: skip
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(whole(one) for one in value)
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def wrong(mesh: str, heads: int) -> dict[str, str]:
+    """Each function of a parameter that is not that of the whole parameter; and parameters that full_tensor has otherwise."""
+    job, found = job_of(mesh, heads), {}
+    named = dict(job.named_parameters())
+    job.step((BATCH[: 4 // job.recipe.mesh.axis_size("dp_shard")],))
+    for recipe, full in job.full_parameters():
+        gathered = named[recipe.name].detach().full_tensor()
+        if full is not None and not torch.equal(gathered, full):
+            found[recipe.name] = "full_tensor()"
+    state = get_model_state_dict(job.module, options=StateDictOptions(full_state_dict=True))
+    for recipe, full in job.full_parameters():
+        if full is not None and not torch.equal(state[recipe.name], full):
+            found[recipe.name] = "get_model_state_dict"
+    return found | wrong_functions(named)
+
+
+def wrong_functions(named: dict[str, Any]) -> dict[str, str]:
+    """Functions of parameters, and of their gradients if they have any, that are not those of the whole tensors."""
+    found = {}
+    for name in ("qkv.weight", "out.weight"):
+        for t in filter(lambda t: t is not None, (named[name].detach(), named[name].grad)):
+            full = t.full_tensor()
+            for label, function in FUNCTIONS.items():
+                try:
+                    expected = function(full)
+                except RuntimeError:  # its dims do not divide
+                    continue
+                try:
+                    torch.testing.assert_close(whole(function(t)), expected, rtol=1e-9, atol=1e-12)
+                except Exception as error:
+                    found[f"{label} of {name}"] = f"{type(error).__name__}: {error}"
+    return {label: said for label, said in found.items() if "argmax.default does not support _StridedShard" not in said}
+
+
+class Odd(nn.Module):
+    """Dims that no axis divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(7, 13), nn.Linear(13, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.qkv(x).tanh()).square().mean()
+
+
+def wrong_of_odd(mesh: str) -> dict[str, str]:
+    batch = (torch.ones(4, 7, dtype=torch.float64),)
+    job = mw.parallelize(Odd, mesh, batch=batch, loss=lambda out: out, dtype=torch.float64)
+    return wrong_functions(dict(job.named_parameters()))
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+def test_dims_need_not_divide(fresh: LocalWorkers, mesh: str, ranks: int) -> None:
+    assert fresh.run(wrong_of_odd, mesh, ranks=ranks) == [{}] * ranks
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads", "ranks"), [("tp=2", 3, 2), ("tp=2", 2, 2), ("tp=3", 4, 3), ("dp_shard=2,tp=2", 3, 4)]
+)
+def test_every_function_is_that_of_the_whole_tensor(fresh: LocalWorkers, mesh: str, heads: int, ranks: int) -> None:
+    assert fresh.run(wrong, mesh, heads, ranks=ranks) == [{}] * ranks
+
+
+def of_two_layouts() -> list[Any]:
+    job = job_of("tp=2", 3, up=True)
+    named = dict(job.named_parameters())
+    job.step((BATCH,))
+    told: list[Any] = []
+    for recipe, full in job.full_parameters():
+        named[recipe.name].grad.full_tensor()
+        gathered = named[recipe.name].full_tensor()
+        told.append(full is None or torch.equal(gathered, full))
+    try:
+        (named["qkv.weight"] * 2).full_tensor()
+    except mw.PlanError as error:
+        told.append(str(error))
+    return told
+
+
+def test_a_tensor_that_may_have_one_of_two_layouts_is_refused(fresh: LocalWorkers) -> None:
+    """A parameter and its gradient are known by their memory."""
+    for *right, refused in fresh.run(of_two_layouts, ranks=2):
+        assert right == [True] * 8
+        assert "(36, 12)" in refused and "in different ways" in refused and "job.full_parameters()" in refused
+
+
+def of_two_jobs() -> tuple[list[bool], list[bool]]:
+    """Whether torch redistributes by itself before, with two jobs, with one, and after; whether both jobs' tensors are right."""
+    plain = [patch.plain for patch in patches.redistributions()]
+
+    def untouched() -> bool:
+        return [getattr(patch.owner, patch.name) for patch in patches.redistributions()] == plain
+
+    own = [untouched()]
+    fused = job_of("tp=2", 3)
+    other = mw.parallelize(
+        lambda: nn.Sequential(nn.Linear(12, 36), nn.ReLU(), nn.Linear(36, 12)),
+        "tp=2", batch=(torch.ones(4, 12),), loss=lambda out: out.square().mean(), dtype=torch.float64,
+    )  # fmt: skip
+    own.append(untouched())
+    right = []
+    for job in (fused, other):
+        named = dict(job.named_parameters())
+        for recipe, full in job.full_parameters():
+            gathered = named[recipe.name].full_tensor()
+            right.append(full is None or torch.equal(gathered, full))
+    del fused, named, job
+    gc.collect()
+    own.append(untouched())
+    del other
+    gc.collect()
+    own.append(untouched())
+    return own, right
+
+
+def test_each_of_two_jobs_has_its_own_layouts(fresh: LocalWorkers) -> None:
+    for own, right in fresh.run(of_two_jobs, ranks=2):
+        assert own == [True, False, False, True]
+        assert right == [True] * 8
+
+
+def masks(mesh: str) -> list[Any]:
+    job, told = job_of(mesh, 3), []
+    w = dict(job.named_parameters())["qkv.weight"].detach()
+    mask = torch.arange(36.0 * 12, dtype=torch.float64).view(36, 12)
+    expected = w.full_tensor() * mask
+    try:
+        distributed = distribute_tensor(mask, w.device_mesh, w.placements)
+        told.append(torch.equal((w * distributed).full_tensor(), expected))
+    except mw.PlanError as error:
+        told.append(str(error))
+    replicated = DTensor.from_local(mask, w.device_mesh, [Replicate()] * w.device_mesh.ndim)
+    told.append(torch.equal((w * replicated.redistribute(placements=w.placements)).full_tensor(), expected))
+    return told
+
+
+def test_a_tensor_is_distributed_as_the_parameter_is(fresh: LocalWorkers) -> None:
+    assert fresh.run(masks, "tp=2", ranks=2) == [[True, True]] * 2
+    for refused, redistributed in fresh.run(masks, "dp_shard=2,tp=2", ranks=4):
+        assert redistributed and "replicated.redistribute(placements=p.placements)" in refused
