@@ -57,6 +57,8 @@ from meshwright.private import (
     collectives_entered,
     compiles,
     copy_all,
+    dtensor_placements,
+    dtensor_redistribution,
     function_mode_at,
     function_modes,
     has_gradient,
@@ -121,7 +123,7 @@ aten = torch.ops.aten
 
 USES = {
     "private.py": "_C _DisableTorchDispatch _apply _getframe _backward_hooks _backward_pre_hooks _base _cdata _compiled_call_impl _current_graph_task_id _disable_current_modes _modules _distributed_c10d _functorch \
-        _get_backend _get_default_store _custom_op_handlers _api _dispatch _dtensor_spec _redistribute _StridedShard _get_obj_in_tls _op_dispatcher _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
+        _get_backend _get_default_store _custom_op_handlers _api _dispatch _dtensor_spec _redistribute _StridedShard _c10d_functional _get_obj_in_tls _op_dispatcher _is_any_autocast_enabled _is_key_in_tls _forward_hooks _forward_pre_hooks _get_function_stack_at _timeout _is_torch_function_mode_enabled _jit_get_schemas_for_operator \
         _len_torch_function_stack _local_tensor _make_wrapper_subclass \
         _post_accumulate_grad_hooks _autograd _python_dispatch _pytree _subclasses _schema _spec _stash_obj_in_tls _top_saved_tensors_default_hooks _torchdynamo_orig_callable \
         _foreach_copy_ _foreach_mul_ _foreach_norm _has_any_global_hook _enable_record_function _profiler_enabled \
@@ -1243,6 +1245,30 @@ def test_recorded_randomness_rests_on_tags_of_ops_and_on_one_default_generator()
     first = torch.empty(5).normal_()
     torch.set_rng_state(state)
     assert torch.equal(torch.empty(5).normal_(), first)
+
+
+def test_redistribution_rests_on_one_function_that_three_modules_call_by_its_name() -> None:
+    methods, functions, gradients = dtensor_redistribution()
+    for module in (methods, functions, gradients):
+        assert [*inspect.signature(module.redistribute_local_tensor).parameters][:3] == [
+            "local_tensor",
+            "current_spec",
+            "target_spec",
+        ]
+    for caller in (
+        methods._FromTorchTensor.backward if hasattr(methods, "_FromTorchTensor") else methods._ToTorchTensor.backward,
+        functions.OpDispatcher.redistribute_local_args,
+        gradients.Redistribute.forward,
+    ):
+        assert "redistribute_local_tensor" in caller.__code__.co_names, caller
+    for kind in dtensor_placements():
+        assert [*inspect.signature(kind._make_shard_tensor).parameters][:5] == [
+            "dim",
+            "tensor",
+            "mesh",
+            "mesh_dim",
+            "src_data_rank",
+        ]
 
 
 def test_planning_rests_on_the_ops_that_read_values() -> None:

@@ -308,6 +308,14 @@ def dtensor_redistribution() -> list[Any]:
     return [_api, _dispatch, _redistribute]
 
 
+def all_gathered(t: Tensor, group: Any) -> Tensor:
+    """The tensors of all ranks of a group, one after another. In compiled code, too: ``torch.distributed.all_gather`` is lost there
+    below DTensor, which calls these functions itself."""
+    c10d = torch.ops._c10d_functional
+    gathered: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(t, group.size(), group.group_name))
+    return gathered
+
+
 def dtensor_placements() -> tuple[type, type]:
     """``Shard``, and the class of a placement along a dim that a later axis shards, too, which has no public name.
 

@@ -245,3 +245,67 @@ def test_a_tensor_is_distributed_as_the_parameter_is(fresh: LocalWorkers) -> Non
     assert fresh.run(masks, "tp=2", ranks=2) == [[True, True]] * 2
     for refused, redistributed in fresh.run(masks, "dp_shard=2,tp=2", ranks=4):
         assert redistributed and "replicated.redistribute(placements=p.placements)" in refused
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda w: w[:3] * 2,
+    "means": lambda w: w.mean(0),
+    "a view": lambda w: w.view(-1).sum(),
+    "a write": lambda w: w[:3].mul_(2) + 0,
+    "a foreach": lambda w: torch._foreach_mul([w], 2.0)[0],
+}
+
+
+def of_compiled(mesh: str) -> list[str]:
+    job, found = job_of(mesh, 3), []
+    w = dict(job.named_parameters())["qkv.weight"].detach()
+    for name, function in COMPILED.items():
+        one = w.full_tensor().clone()
+        expected = function(one)
+        torch.compiler.reset()
+        result = torch.compile(function, backend="aot_eager")(w)
+        if not torch.allclose(result.full_tensor(), expected) or not torch.equal(w.full_tensor(), one):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+def test_compiled_functions_are_those_of_the_whole_tensor(fresh: LocalWorkers, mesh: str) -> None:
+    assert fresh.run(of_compiled, mesh, ranks=2) == [[], []]
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Updates as Muon's, without momentum."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(orthogonalized(p.grad) if p.ndim == 2 else p.grad, alpha=0.1)
+
+
+def trained(mesh: str) -> dict[str, Tensor | None]:
+    job = job_of(mesh, 3)
+    optimizer = Orthogonal(job.parameters())
+    rows = BATCH.chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    for _ in range(3):
+        job.step((rows,))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {recipe.name: p for recipe, p in job.full_parameters()}
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+def test_an_optimizer_of_matrices_trains_as_on_one_device(fresh: LocalWorkers, mesh: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = Attention(3).double()
+    optimizer = Orthogonal(model.parameters())
+    for _ in range(3):
+        model(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = fresh.run(trained, mesh, ranks=ranks)[0]
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(result[name], p.detach(), rtol=1e-9, atol=1e-11)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import Finding, PlanError
 from meshwright.layout import Interval, Shard
-from meshwright.private import description_of, placements_replaced, raw_local, storage_of
+from meshwright.private import all_gathered, description_of, placements_replaced, raw_local, storage_of
 from meshwright.recipe import Recipe, Slices, chunk_of, place_slices, take_slices
 from meshwright.runtime.groups import as_bytes
 from meshwright.spmd import patches
@@ -167,9 +167,8 @@ class _ByRecipe:
         parts = local.new_zeros(most)
         parts[: local.numel()] = local.reshape(-1)
         for axis in reversed(axes):
-            received = parts.new_empty((spec.mesh.size(axis), *parts.shape))
-            dist.all_gather_into_tensor(as_bytes(received), as_bytes(parts), group=spec.mesh.get_group(axis))
-            parts = received
+            ranks = spec.mesh.size(axis)
+            parts = all_gathered(as_bytes(parts), spec.mesh.get_group(axis)).view(parts.dtype).view(ranks, *parts.shape)
         whole = local.new_empty(spec.shape)
         for place, slices in places.items():
             place_slices(whole, slices, parts[place][: _numel(slices)].view(_shape(slices)))
