@@ -164,7 +164,8 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_functorch",
     "spmd/patches.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active _bind_default_args _call_custom_function_call _functorch \
-        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _local_scalar_dense _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_ _make_shard_tensor _unsafe_view",
+        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_",
+    "spmd/dtensor_patches.py": "_local_scalar_dense _make_shard_tensor _unsafe_view",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
     "spmd/dispatcher.py": "_getframe",  # of sys

@@ -309,8 +309,8 @@ def dtensor_redistribution() -> list[Any]:
 
 
 def all_gathered(t: Tensor, group: Any) -> Tensor:
-    """The tensors of all ranks of a group, one after another. In compiled code, too: ``torch.distributed.all_gather`` is lost there
-    below DTensor, which calls these functions itself."""
+    """The tensors of all ranks of a group, one after another. ``torch.distributed.all_gather`` is
+    lost in compiled code, below DTensor, which itself calls these functions."""
     c10d = torch.ops._c10d_functional
     gathered: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(t, group.size(), group.group_name))
     return gathered

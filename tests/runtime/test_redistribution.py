@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.spmd import patches
+from meshwright.spmd import dtensor_patches
 from meshwright.workers.pool import LocalWorkers
 
 
@@ -193,10 +193,10 @@ def test_a_tensor_that_may_have_one_of_two_layouts_is_refused(fresh: LocalWorker
 
 def of_two_jobs() -> tuple[list[bool], list[bool]]:
     """Whether torch redistributes by itself before, with two jobs, with one, and after; whether both jobs' tensors are right."""
-    plain = [patch.plain for patch in patches.redistributions()]
+    plain = [patch.plain for patch in dtensor_patches.redistributions()]
 
     def untouched() -> bool:
-        return [getattr(patch.owner, patch.name) for patch in patches.redistributions()] == plain
+        return [getattr(patch.owner, patch.name) for patch in dtensor_patches.redistributions()] == plain
 
     own = [untouched()]
     fused = job_of("tp=2", 3)

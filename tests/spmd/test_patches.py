@@ -46,6 +46,7 @@ SETS = {
     "runtime/coupling/trial_state.py": "tensors of the model's modules",
     "workers/pickling.py": "names of a worker's own __main__",
     "spmd/patches.py": "torch",
+    "spmd/dtensor_patches.py": "torch's DTensor",
 }
 
 # a worker goes on counting its groups: it sets a number, and patches no part of torch

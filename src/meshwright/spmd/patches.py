@@ -1,4 +1,5 @@
-"""Every patch of torch that this package makes: what, why, until when. No other file replaces a part of torch.
+"""Every patch of torch that this package makes: what, why, until when. Those of DTensor stand in ``dtensor_patches``. No other
+file replaces a part of torch.
 
     Patch        an attribute of a module or class of torch, patched while at least one ``on`` block runs. The first block
                  replaces it, the last one puts it back. Blocks between them change what the replacement does, not torch.
@@ -32,12 +33,10 @@ from torch.autograd import forward_ad
 from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
-from meshwright.private import dtensor_handlers, dtensor_placements, dtensor_redistribution
-
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function → the function that is called instead."""
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 
 # Whether a transform of torch.func is running.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -89,7 +88,7 @@ class Patch:
     def on(self, change: Change, *, first: bool = False) -> Iterator[None]:
         """While on, the attribute is ``change(what it was)``. Contexts nest; the innermost change is called first, or last if
         ``first`` is set."""
-        with _LOCK:
+        with LOCK:
             if not self._changes:
                 self._begin()
             self._changes.insert(0 if first else len(self._changes), change)
@@ -97,7 +96,7 @@ class Patch:
         try:
             yield
         finally:
-            with _LOCK:
+            with LOCK:
                 last = max(i for i, other in enumerate(self._changes) if other is change)
                 del self._changes[last]
                 self._compose()
@@ -138,80 +137,6 @@ class Patch:
             return function
         owner, name = self.owner, self.name
         return lambda cls, *args, **kwargs: getattr(super(owner, cls), name)(*args, **kwargs)
-
-
-class DTensorPatch:
-    """What DTensor does for a function of ATen, replaced while at least one ``on`` block runs.
-
-    Args:
-        why, until: for the line in ``TABLE``.
-    """
-
-    def __init__(self, op: Any, why: str, until: str) -> None:
-        self._op, self._blocks = op, 0
-        self._torch_s: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
-
-    @contextmanager
-    def on(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
-        with _LOCK:
-            if not self._blocks:
-                self._torch_s = dtensor_handlers().get(self._op)
-            dtensor_handlers()[self._op] = handler
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with _LOCK:
-                self._blocks -= 1
-                if not self._blocks:
-                    self._put_back()
-
-    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch does for it. Another thread that calls the function at this moment gets the same."""
-        if self._torch_s is not None:
-            return self._torch_s(self._op, args, kwargs)
-        handler = dtensor_handlers().pop(self._op, None)
-        try:
-            return self._op(*args, **kwargs)
-        finally:
-            if handler is not None and self._blocks:
-                dtensor_handlers()[self._op] = handler
-
-    def _put_back(self) -> None:
-        if self._torch_s is None:
-            dtensor_handlers().pop(self._op, None)
-        else:
-            dtensor_handlers()[self._op] = self._torch_s
-
-
-class SetterPatch:
-    """What an assignment to an attribute in C does, replaced in a subclass of Tensor while at least one ``on`` block runs.
-
-    Args:
-        name: the attribute, of ``torch.Tensor``.
-        why, until: for the line in ``TABLE``.
-    """
-
-    def __init__(self, owner: str, name: str, why: str, until: str) -> None:
-        self._name, self._blocks = name, 0
-        TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
-
-    @contextmanager
-    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> Iterator[None]:
-        """While on, ``t.name = value`` calls ``setter(t, value)``. Blocks that run at the same time give the same setter."""
-        with _LOCK:
-            if not self._blocks:
-                setattr(owner, self._name, property(getattr(torch.Tensor, self._name).__get__, setter))
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with _LOCK:
-                self._blocks -= 1
-                if not self._blocks:
-                    delattr(owner, self._name)
 
 
 _AS_ONE = "to a tracer, a function that torch.func transforms is one event; it runs without saved-tensor hooks"
@@ -374,74 +299,17 @@ REENTRANT = Patch(checkpoint.CheckpointFunction, "apply", "the same for reentran
 _IN_PARTS = (
     "a model in parts has some gradients on each rank: a function that computes one number of all of them is refused"
 )
-_JOB = "the job has gone"
+JOB = "the job has gone"
 # Only clip_grad_norm_ calls it.
-CLIPPED_NORM = Patch(clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", _JOB)
-TOTAL_NORM = Patch(torch.nn.utils, "get_total_norm", f"the same function under its public name: {_IN_PARTS}", _JOB)
+CLIPPED_NORM = Patch(clip_grad, "_get_total_norm", f"clip_grad_norm_: {_IN_PARTS}", JOB)
+TOTAL_NORM = Patch(torch.nn.utils, "get_total_norm", f"the same function under its public name: {_IN_PARTS}", JOB)
 UNSCALED = Patch(
     torch.amp.GradScaler,
     "_unscale_grads_",
     "a model in parts has some gradients on each rank: all ranks are asked whether one of them is not finite",
-    _JOB,
+    JOB,
 )
-FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, _JOB)
-READ = DTensorPatch(
-    torch.ops.aten._local_scalar_dense.default,
-    "the item of a DTensor that is Partial is this rank's part (runtime/weights/partial_reads.py)",
-    _JOB,
-)
-_ATEN = torch.ops.aten
-MEANS = tuple(
-    DTensorPatch(
-        op, "torch weighs the means of all ranks alike, in uneven shares too (runtime/weights/redistribution.py)", _JOB
-    )
-    for op in (_ATEN.mean.default, _ATEN.mean.dim)
-)
-POSITIONS = tuple(
-    DTensorPatch(op, "torch takes a rank's part for a chunk (runtime/weights/redistribution.py)", _JOB)
-    for op in (_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.embedding.default, _ATEN._unsafe_view.default)
-)
-VIEWS = tuple(
-    DTensorPatch(op, "torch loses what is written to a view that it had to gather (runtime/weights/copied_views.py)", _JOB)
-    for op in (
-        _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.diagonal.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default,
-        _ATEN.view.default, _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.expand.default,
-    )
-)  # fmt: skip
-WRITES = tuple(
-    DTensorPatch(op, "DTensor lacks such writes, or does each rank's part alone (runtime/weights/copied_views.py)", _JOB)
-    for op in (
-        _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor,
-        _ATEN.index_copy_.default, _ATEN.index_add_.default, _ATEN.scatter_.src, _ATEN.scatter_.value,
-        _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.triu_.default, _ATEN.tril_.default,
-        _ATEN.renorm_.default, _ATEN.eye.m_out,
-    )
-)  # fmt: skip
-DATA = SetterPatch(
-    "torch.distributed.tensor.DTensor",
-    "data",
-    "torch loses an assignment to the data of a DTensor (runtime/weights/copied_views.py)",
-    _JOB,
-)
-
-
-@functools.cache
-def redistributions() -> tuple[Patch, ...]:
-    """The function that gathers and divides DTensors, wherever torch calls it. DTensor is imported only if this is called."""
-    why = (
-        "fused parameters and uneven shares over tp are gathered as the recipe says (runtime/weights/redistribution.py)"
-    )
-    return tuple(Patch(module, "redistribute_local_tensor", why, _JOB) for module in dtensor_redistribution())
-
-
-@functools.cache
-def distributions() -> tuple[Patch, ...]:
-    """The functions by which ``distribute_tensor`` takes parts: along a dim that one axis shards, and along one that two do."""
-    why = "parts over tp are those of the recipe (runtime/weights/redistribution.py)"
-    kinds = dtensor_placements()
-    return tuple(Patch(kind, "_make_shard_tensor", why, _JOB, of_class=True) for kind in kinds)
-
-
+FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, JOB)
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",
@@ -514,14 +382,14 @@ class Stance:
         self._stance: AbstractContextManager[None] | None = None
 
     def enter(self) -> None:
-        with _LOCK:
+        with LOCK:
             if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
                 self._stance.__enter__()
             self._users += 1
 
     def leave(self) -> None:
-        with _LOCK:
+        with LOCK:
             self._users -= 1
             if self._users == 0 and self._stance is not None:
                 self._stance.__exit__(None, None, None)
@@ -552,7 +420,7 @@ class SharedPatches:
 
     def enter(self, more: Iterable[CodePatch | MethodPatch] = ()) -> None:
         """``more``: patches that are new since the last call."""
-        with _LOCK:
+        with LOCK:
             new = list(more)
             self._patches += new
             self._users += 1
@@ -560,7 +428,7 @@ class SharedPatches:
                 patch.put(1)
 
     def leave(self) -> None:
-        with _LOCK:
+        with LOCK:
             self._users -= 1
             if not self._users:
                 for patch in self._patches:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.errors import Finding, PlanError
 from meshwright.private import description_of, pytree, raw_local, schema_of, storage_of
 from meshwright.runtime.weights.redistribution import gathered, is_sharded, is_surprising, is_uneven
-from meshwright.spmd import patches
+from meshwright.spmd import dtensor_patches
 
 View = Callable[[Any], Any]
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -33,11 +33,11 @@ def write_through(owner: object) -> None:
     Functions that write to positions (``w[mask] = 0``) and that DTensor lacks, or has without plain tensors, are there as well.
     """
     stack = ExitStack()
-    for view in patches.VIEWS:
+    for view in dtensor_patches.VIEWS:
         stack.enter_context(view.on(_viewing(view)))
-    for write in patches.WRITES:
+    for write in dtensor_patches.WRITES:
         stack.enter_context(write.on(_writing(write)))
-    stack.enter_context(patches.DATA.on(DTensor, _set_data))
+    stack.enter_context(dtensor_patches.DATA.on(DTensor, _set_data))
     weakref.finalize(owner, stack.close).atexit = False
 
 
@@ -116,7 +116,7 @@ def _relatives(written: list[DTensor]) -> Iterator[CopiedView]:
                 yield view
 
 
-def _writing(patch: patches.DTensorPatch) -> Handler:
+def _writing(patch: dtensor_patches.DTensorPatch) -> Handler:
     """For a function that writes to positions of the whole tensor."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ def _writing(patch: patches.DTensorPatch) -> Handler:
     return handler
 
 
-def _viewing(patch: patches.DTensorPatch) -> Handler:
+def _viewing(patch: dtensor_patches.DTensorPatch) -> Handler:
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, rest = args[0], args[1:]
         result = _reshaped(patch, source, rest) if op in _RESHAPES else patch.plain(args, kwargs)
@@ -143,7 +143,7 @@ def _viewing(patch: patches.DTensorPatch) -> Handler:
 _RESHAPES = {torch.ops.aten.view.default, torch.ops.aten.expand.default}
 
 
-def _reshaped(patch: patches.DTensorPatch, source: DTensor, rest: Any) -> Any:
+def _reshaped(patch: dtensor_patches.DTensorPatch, source: DTensor, rest: Any) -> Any:
     """The result of a function that takes a shape. Torch takes parts for even chunks; with others it may fail on some ranks."""
     if not is_surprising(source) and not is_uneven(description_of(source)):
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.errors import Finding, PlanError
 from meshwright.private import raw_local
 from meshwright.runtime.weights.running_optimizer import running_optimizer
-from meshwright.spmd import patches
+from meshwright.spmd import dtensor_patches
 
 
 def refuse_partial_reads(owner: object) -> None:
@@ -27,7 +27,7 @@ def refuse_partial_reads(owner: object) -> None:
     read (``if rank == 0:``), and would wait for the others.
     """
     stack = ExitStack()
-    stack.enter_context(patches.READ.on(_read))
+    stack.enter_context(dtensor_patches.READ.on(_read))
     weakref.finalize(owner, stack.close).atexit = False
 
 

@@ -29,7 +29,7 @@ from meshwright.layout import Interval, Shard
 from meshwright.private import all_gathered, description_of, placements_replaced, raw_local, storage_of
 from meshwright.recipe import Recipe, Slices, chunk_of, place_slices, take_slices
 from meshwright.runtime.groups import as_bytes
-from meshwright.spmd import patches
+from meshwright.spmd import dtensor_patches
 
 Redistribute = Callable[..., Tensor]
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -41,15 +41,15 @@ def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe
     layouts = _Layouts(weakref.ref(owner), parameters, recipe)
     stack = ExitStack()
     for patch in (
-        patches.redistributions() if layouts.of_size else ()
+        dtensor_patches.redistributions() if layouts.of_size else ()
     ):  # in chunks, too: another job may have other layouts
         stack.enter_context(patch.on(lambda inner: _ByRecipe(inner, layouts)))
     if layouts.surprising:
-        for patch, twice in zip(patches.distributions(), (False, True), strict=True):
+        for patch, twice in zip(dtensor_patches.distributions(), (False, True), strict=True):
             stack.enter_context(patch.on(_distributing(twice)))
-        for mean in patches.MEANS:
+        for mean in dtensor_patches.MEANS:
             stack.enter_context(mean.on(_mean(mean)))
-        for position in patches.POSITIONS:
+        for position in dtensor_patches.POSITIONS:
             stack.enter_context(position.on(_of_whole(position)))
     weakref.finalize(owner, stack.close).atexit = False
 
@@ -185,7 +185,7 @@ def _distributing(twice: bool) -> Callable[[Callable[..., Tensor]], Callable[...
 
     def change(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def part(*args: Any, **kwargs: Any) -> Tensor:
-            rule = patches.redistributions()[0].now
+            rule = dtensor_patches.redistributions()[0].now
             return (
                 rule.distributes(inner, twice=twice)(*args, **kwargs)
                 if isinstance(rule, _ByRecipe)
@@ -199,11 +199,11 @@ def _distributing(twice: bool) -> Callable[[Callable[..., Tensor]], Callable[...
 
 def is_surprising(tensor: DTensor) -> bool:
     """Whether the parts of a DTensor are not those that torch takes them for."""
-    rule = patches.redistributions()[0].now
+    rule = dtensor_patches.redistributions()[0].now
     return isinstance(rule, _ByRecipe) and rule.layout(description_of(tensor), raw_local(tensor)) is not None
 
 
-def _of_whole(patch: patches.DTensorPatch) -> Handler:
+def _of_whole(patch: dtensor_patches.DTensorPatch) -> Handler:
     """For a function that asks where its elements are in the whole tensor. Torch takes the part for a chunk."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +213,7 @@ def _of_whole(patch: patches.DTensorPatch) -> Handler:
     return handler
 
 
-def _mean(patch: patches.DTensorPatch) -> Handler:
+def _mean(patch: dtensor_patches.DTensorPatch) -> Handler:
     """The mean as a sum, divided afterwards. Torch adds the means of the ranks' shares, each with the same weight."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

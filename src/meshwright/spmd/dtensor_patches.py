@@ -1,0 +1,148 @@
+"""The patches of DTensor, for as long as a job lives: other lines of ``patches.TABLE``.
+
+DTensorPatch   what DTensor does for a function of ATen
+SetterPatch    what an assignment to an attribute of a DTensor does
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from meshwright.private import dtensor_handlers, dtensor_placements, dtensor_redistribution
+from meshwright.spmd.patches import JOB, LOCK, TABLE, Patch, PatchEntry
+
+
+class DTensorPatch:
+    """What DTensor does for a function of ATen, replaced while at least one ``on`` block runs.
+
+    Args:
+        why, until: for the line in ``TABLE``.
+    """
+
+    def __init__(self, op: Any, why: str, until: str) -> None:
+        self._op, self._blocks = op, 0
+        self._torch_s: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
+
+    @contextmanager
+    def on(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
+        with LOCK:
+            if not self._blocks:
+                self._torch_s = dtensor_handlers().get(self._op)
+            dtensor_handlers()[self._op] = handler
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with LOCK:
+                self._blocks -= 1
+                if not self._blocks:
+                    self._put_back()
+
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch does for it. Another thread that calls the function at this moment gets the same."""
+        if self._torch_s is not None:
+            return self._torch_s(self._op, args, kwargs)
+        handler = dtensor_handlers().pop(self._op, None)
+        try:
+            return self._op(*args, **kwargs)
+        finally:
+            if handler is not None and self._blocks:
+                dtensor_handlers()[self._op] = handler
+
+    def _put_back(self) -> None:
+        if self._torch_s is None:
+            dtensor_handlers().pop(self._op, None)
+        else:
+            dtensor_handlers()[self._op] = self._torch_s
+
+
+class SetterPatch:
+    """What an assignment to an attribute in C does, replaced in a subclass of Tensor while at least one ``on`` block runs.
+
+    Args:
+        name: the attribute, of ``torch.Tensor``.
+        why, until: for the line in ``TABLE``.
+    """
+
+    def __init__(self, owner: str, name: str, why: str, until: str) -> None:
+        self._name, self._blocks = name, 0
+        TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
+
+    @contextmanager
+    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> Iterator[None]:
+        """While on, ``t.name = value`` calls ``setter(t, value)``. Blocks that run at the same time give the same setter."""
+        with LOCK:
+            if not self._blocks:
+                setattr(owner, self._name, property(getattr(torch.Tensor, self._name).__get__, setter))
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with LOCK:
+                self._blocks -= 1
+                if not self._blocks:
+                    delattr(owner, self._name)
+
+
+READ = DTensorPatch(
+    torch.ops.aten._local_scalar_dense.default,
+    "the item of a DTensor that is Partial is this rank's part (runtime/weights/partial_reads.py)",
+    JOB,
+)
+_ATEN = torch.ops.aten
+MEANS = tuple(
+    DTensorPatch(
+        op, "torch weighs the means of all ranks alike, in uneven shares too (runtime/weights/redistribution.py)", JOB
+    )
+    for op in (_ATEN.mean.default, _ATEN.mean.dim)
+)
+POSITIONS = tuple(
+    DTensorPatch(op, "torch takes a rank's part for a chunk (runtime/weights/redistribution.py)", JOB)
+    for op in (_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.embedding.default, _ATEN._unsafe_view.default)
+)
+VIEWS = tuple(
+    DTensorPatch(op, "torch loses what is written to a view that it had to gather (runtime/weights/copied_views.py)", JOB)
+    for op in (
+        _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.diagonal.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default,
+        _ATEN.view.default, _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.expand.default,
+    )
+)  # fmt: skip
+WRITES = tuple(
+    DTensorPatch(op, "DTensor lacks such writes, or does each rank's part alone (runtime/weights/copied_views.py)", JOB)
+    for op in (
+        _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor,
+        _ATEN.index_copy_.default, _ATEN.index_add_.default, _ATEN.scatter_.src, _ATEN.scatter_.value,
+        _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.triu_.default, _ATEN.tril_.default,
+        _ATEN.renorm_.default, _ATEN.eye.m_out,
+    )
+)  # fmt: skip
+DATA = SetterPatch(
+    "torch.distributed.tensor.DTensor",
+    "data",
+    "torch loses an assignment to the data of a DTensor (runtime/weights/copied_views.py)",
+    JOB,
+)
+
+
+@functools.cache
+def redistributions() -> tuple[Patch, ...]:
+    """The function that gathers and divides DTensors, wherever torch calls it. DTensor is imported only if this is called."""
+    why = (
+        "fused parameters and uneven shares over tp are gathered as the recipe says (runtime/weights/redistribution.py)"
+    )
+    return tuple(Patch(module, "redistribute_local_tensor", why, JOB) for module in dtensor_redistribution())
+
+
+@functools.cache
+def distributions() -> tuple[Patch, ...]:
+    """The functions by which ``distribute_tensor`` takes parts: along a dim that one axis shards, and along one that two do."""
+    why = "parts over tp are those of the recipe (runtime/weights/redistribution.py)"
+    kinds = dtensor_placements()
+    return tuple(Patch(kind, "_make_shard_tensor", why, JOB, of_class=True) for kind in kinds)
