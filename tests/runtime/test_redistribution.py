@@ -81,6 +81,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "second moments": second_moments,
     "mean": lambda w: w.mean(),
     "means": lambda w: (w.mean(0), w.mean(1), w.mean((0, 1)), w.mean(dim=-1, keepdim=True)),
+    "a loss": lambda w: F.mse_loss(w, 2 * w),
     "variances": lambda w: (w.std(), w.var(0)),
     "sums": lambda w: (w.sum(0), w.amax(0), w.norm(dim=1), w.logsumexp(0)),
     "softmax": lambda w: (w.softmax(0), w.softmax(1)),

@@ -104,8 +104,16 @@ MEANS = tuple(
     for op in (_ATEN.mean.default, _ATEN.mean.dim)
 )
 POSITIONS = tuple(
-    DTensorPatch(op, "torch takes a rank's part for a chunk (runtime/weights/redistribution.py)", JOB)
-    for op in (_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.embedding.default, _ATEN._unsafe_view.default)
+    DTensorPatch(
+        op, "torch takes a rank's part for a chunk, or for as large as all (runtime/weights/redistribution.py)", JOB
+    )
+    for op in (
+        _ATEN.argmax.default,
+        _ATEN.argmin.default,
+        _ATEN.embedding.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.mse_loss.default,
+    )
 )
 VIEWS = tuple(
     DTensorPatch(op, "torch loses what is written to a view that it had to gather (runtime/weights/copied_views.py)", JOB)

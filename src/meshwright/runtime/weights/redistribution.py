@@ -49,8 +49,8 @@ def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe
             stack.enter_context(patch.on(_distributing(twice)))
         for mean in dtensor_patches.MEANS:
             stack.enter_context(mean.on(_mean(mean)))
-        for position in dtensor_patches.POSITIONS:
-            stack.enter_context(position.on(_of_whole(position)))
+    for position in dtensor_patches.POSITIONS:
+        stack.enter_context(position.on(_of_whole(position)))
     weakref.finalize(owner, stack.close).atexit = False
 
 
@@ -203,12 +203,17 @@ def is_surprising(tensor: DTensor) -> bool:
     return isinstance(rule, _ByRecipe) and rule.layout(description_of(tensor), raw_local(tensor)) is not None
 
 
+def _is_no_chunk(tensor: DTensor) -> bool:
+    return is_uneven(description_of(tensor)) or is_surprising(tensor)
+
+
 def _of_whole(patch: dtensor_patches.DTensorPatch) -> Handler:
     """For a function that asks where its elements are in the whole tensor. Torch takes the part for a chunk."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = gathered(args[0]) if is_surprising(args[0]) else args[0]
-        return patch.plain((tensor, *args[1:]), kwargs)
+        return patch.plain(
+            tuple(gathered(t) if isinstance(t, DTensor) and _is_no_chunk(t) else t for t in args), kwargs
+        )
 
     return handler
 
@@ -218,7 +223,8 @@ def _mean(patch: dtensor_patches.DTensorPatch) -> Handler:
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if not is_surprising(tensor):
+        floats = tensor.is_floating_point() or tensor.is_complex()  # torch refuses others
+        if not floats or not is_surprising(tensor):
             return patch.plain(args, kwargs)
         dtype = kwargs.get("dtype") or tensor.dtype
         dims = [*((args[1] if len(args) > 1 else None) or range(tensor.ndim))]
