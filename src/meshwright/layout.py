@@ -154,6 +154,12 @@ def even_shard(dim: int, blocks: int | Sequence[int], ranks: int, units: int | N
     return Shard(dim, tuple(shares(b, ranks, None if units is None else gcd(units, b)) for b in blocks))
 
 
+def chunked_shard(dim: int, size: int, ranks: int) -> Shard:
+    """A ``Shard`` of ``dim`` in chunks, as ``torch.chunk`` divides: what DTensor's ``Shard`` means, and FSDP2 makes."""
+    step = -(-size // ranks)
+    return Shard(dim, (tuple(max(0, min(step, size - rank * step)) for rank in range(ranks)),))
+
+
 def regroup(layout: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
     """The layout of a tensor after a reshape from shape ``before`` to shape ``after``.
 

@@ -309,8 +309,10 @@ def dtensor_redistribution() -> list[Any]:
 
 
 def all_gathered(t: Tensor, group: Any) -> Tensor:
-    """The tensors of all ranks of a group, one after another. ``torch.distributed.all_gather`` is
-    lost in compiled code, below DTensor, which itself calls these functions."""
+    """The tensors of all ranks of a group, one after another.
+
+    These are the functions that DTensor itself calls. Below DTensor a compiler does not see ``torch.distributed.all_gather``.
+    """
     c10d = torch.ops._c10d_functional
     gathered: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(t, group.size(), group.group_name))
     return gathered
@@ -349,12 +351,7 @@ def raw_locals(parameters: Iterable[Any]) -> list[Tensor]:
     return list(map(_RAW_LOCAL, parameters))
 
 
-def storages_of(tensors: Iterable[Tensor]) -> list[int]:
-    """``storage_of`` each, outside of transforms of ``torch.func``. Called for all parameters in every step."""
-    return list(map(_STORAGE, map(Tensor.untyped_storage, tensors)))
-
-
-_RAW_LOCAL, _STORAGE = attrgetter("_local_tensor"), attrgetter("_cdata")
+_RAW_LOCAL = attrgetter("_local_tensor")
 
 
 def has_gradient(t: Tensor) -> bool:
@@ -584,7 +581,6 @@ __all__ = [
     "schemas",
     "set_autograd_local",
     "storage_of",
-    "storages_of",
     "timeout_of",
     "unhooked",
     "unset_fake_temporarily",

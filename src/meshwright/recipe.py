@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from meshwright.graph import Path
-from meshwright.layout import REMOTE, REPLICATE, Interval, Layout, Replicate, Shard
+from meshwright.layout import REMOTE, REPLICATE, Interval, Layout, Replicate, Shard, chunked_shard
 from meshwright.mesh import Mesh
 from meshwright.schedule import stage_ranks
 from meshwright.submesh import Submesh, Submeshes, trunk
@@ -263,9 +263,7 @@ class Recipe:
 
     def _fsdp_layout(self, parameter: ParameterRecipe) -> Shard:
         """How FSDP2 shards dim 0 of the local part of tp rank 0."""
-        size, rows = self.shards(parameter), parameter.local_shape(0)[0]
-        step = -(-rows // size)
-        return Shard(0, (tuple(max(0, min(step, rows - r * step)) for r in range(size)),))
+        return chunked_shard(0, parameter.local_shape(0)[0], self.shards(parameter))
 
     def held(self, parameter: ParameterRecipe, rank: int) -> Slices:
         """The part of a parameter at rest on a rank that `holds` it: for each dim, ranges of the whole dim, in local order.
@@ -286,7 +284,7 @@ class Recipe:
 
     def held_shape(self, parameter: ParameterRecipe, rank: int) -> tuple[int, ...]:
         """The shape of the part of a parameter at rest on a rank that `holds` it."""
-        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.held(parameter, rank))
+        return shape_of(self.held(parameter, rank))
 
     def holders(self, parameter: ParameterRecipe) -> int:
         """The number of ranks that hold a parameter, or a part of it."""
@@ -322,6 +320,11 @@ def chunk_of(ranges: tuple[Interval, ...], chunks: int, index: int) -> tuple[Int
             intervals.append((start + lo, start + hi))
         base += stop - start
     return tuple(intervals)
+
+
+def shape_of(slices: Slices) -> tuple[int, ...]:
+    """The shape of the part that slices name."""
+    return tuple(sum(stop - start for start, stop in ranges) for ranges in slices)
 
 
 def place_slices(full: Tensor, slices: Slices, local: Tensor, dim: int = 0) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.layout import REPLICATE, Layout
 from meshwright.names import fold_alike, pattern
-from meshwright.recipe import ParameterRecipe, Recipe, Slices
+from meshwright.recipe import ParameterRecipe, Recipe, Slices, shape_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def facts_of(line: ParameterRecipe, recipe: Recipe) -> ParameterFacts:
 
 def elements(slices: Slices) -> int:
     """Number of elements in slices."""
-    return prod(sum(stop - start for start, stop in ranges) for ranges in slices)
+    return prod(shape_of(slices))
 
 
 def itemsize(dtype: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,26 +16,20 @@ import torch
 from meshwright.private import dtensor_handlers, dtensor_placements, dtensor_redistribution
 from meshwright.spmd.patches import JOB, LOCK, TABLE, Patch, PatchEntry
 
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""(a function of ATen, its arguments, its keyword arguments) → its result."""
 
-class DTensorPatch:
-    """What DTensor does for a function of ATen, replaced while at least one ``on`` block runs.
 
-    Args:
-        why, until: for the line in ``TABLE``.
-    """
+class _Counted:
+    """Something that the first of several blocks changes, and the last one changes back."""
 
-    def __init__(self, op: Any, why: str, until: str) -> None:
-        self._op, self._blocks = op, 0
-        self._torch_s: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
+    _blocks = 0
 
     @contextmanager
-    def on(self, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
+    def _within(self, begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
         with LOCK:
             if not self._blocks:
-                self._torch_s = dtensor_handlers().get(self._op)
-            dtensor_handlers()[self._op] = handler
+                begin()
             self._blocks += 1
         try:
             yield
@@ -43,7 +37,29 @@ class DTensorPatch:
             with LOCK:
                 self._blocks -= 1
                 if not self._blocks:
-                    self._put_back()
+                    end()
+
+
+class DTensorPatch(_Counted):
+    """What DTensor does for a function of ATen, replaced while at least one ``on`` block runs.
+
+    Args:
+        why, until: for the line in ``TABLE``.
+    """
+
+    def __init__(self, op: Any, why: str, until: str) -> None:
+        self._op = op
+        self._torch_s: Handler | None = None
+        TABLE.append(PatchEntry(f"DTensor's handler of {op}", why, until))
+
+    def on(self, handler: Handler) -> AbstractContextManager[None]:
+        """While on, ``handler(op, args, kwargs)`` is called. All blocks that run at the same time give the same handler."""
+
+        def begin() -> None:
+            self._torch_s = dtensor_handlers().get(self._op)
+            dtensor_handlers()[self._op] = handler
+
+        return self._within(begin, self._put_back)
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch does for it. Another thread that calls the function at this moment gets the same."""
@@ -63,7 +79,7 @@ class DTensorPatch:
             dtensor_handlers()[self._op] = self._torch_s
 
 
-class SetterPatch:
+class SetterPatch(_Counted):
     """What an assignment to an attribute in C does, replaced in a subclass of Tensor while at least one ``on`` block runs.
 
     Args:
@@ -72,23 +88,13 @@ class SetterPatch:
     """
 
     def __init__(self, owner: str, name: str, why: str, until: str) -> None:
-        self._name, self._blocks = name, 0
+        self._name = name
         TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
 
-    @contextmanager
-    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> Iterator[None]:
+    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
         """While on, ``t.name = value`` calls ``setter(t, value)``. Blocks that run at the same time give the same setter."""
-        with LOCK:
-            if not self._blocks:
-                setattr(owner, self._name, property(getattr(torch.Tensor, self._name).__get__, setter))
-            self._blocks += 1
-        try:
-            yield
-        finally:
-            with LOCK:
-                self._blocks -= 1
-                if not self._blocks:
-                    delattr(owner, self._name)
+        attribute = property(getattr(torch.Tensor, self._name).__get__, setter)
+        return self._within(lambda: setattr(owner, self._name, attribute), lambda: delattr(owner, self._name))
 
 
 READ = DTensorPatch(

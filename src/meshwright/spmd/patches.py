@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ TABLE: list[PatchEntry] = []
 
 FORWARD = "the end of a forward, or of a backward that runs parts of it again"
 FOLLOWED = "the end of the steps that a trace is made of"
+
+
+def lasting(owner: object, contexts: Iterable[AbstractContextManager[Any]]) -> None:
+    """Enters contexts, and leaves them when ``owner`` is gone, which this does not keep alive."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    weakref.finalize(owner, stack.close).atexit = False
 
 
 class Patch:

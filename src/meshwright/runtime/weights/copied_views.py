@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import Finding, PlanError
 from meshwright.private import description_of, pytree, raw_local, schema_of, storage_of
-from meshwright.runtime.weights.redistribution import gathered, is_sharded, is_surprising, is_uneven
+from meshwright.runtime.weights.redistribution import gathered, is_in_even_chunks, is_sharded
 from meshwright.spmd import dtensor_patches
+from meshwright.spmd.dtensor_patches import Handler
+from meshwright.spmd.patches import lasting
 
 View = Callable[[Any], Any]
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def write_through(owner: object) -> None:
@@ -32,13 +32,9 @@ def write_through(owner: object) -> None:
 
     Functions that write to positions (``w[mask] = 0``) and that DTensor lacks, or has without plain tensors, are there as well.
     """
-    stack = ExitStack()
-    for view in dtensor_patches.VIEWS:
-        stack.enter_context(view.on(_viewing(view)))
-    for write in dtensor_patches.WRITES:
-        stack.enter_context(write.on(_writing(write)))
-    stack.enter_context(dtensor_patches.DATA.on(DTensor, _set_data))
-    weakref.finalize(owner, stack.close).atexit = False
+    views = (view.on(_viewing(view)) for view in dtensor_patches.VIEWS)
+    writes = (write.on(_writing(write)) for write in dtensor_patches.WRITES)
+    lasting(owner, [*views, *writes, dtensor_patches.DATA.on(DTensor, _set_data)])
 
 
 class CopiedView(DTensor):
@@ -130,6 +126,8 @@ def _writing(patch: dtensor_patches.DTensorPatch) -> Handler:
 
 
 def _viewing(patch: dtensor_patches.DTensorPatch) -> Handler:
+    """For a function that returns views: those that had to be gathered are copied views."""
+
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, rest = args[0], args[1:]
         result = _reshaped(patch, source, rest) if op in _RESHAPES else patch.plain(args, kwargs)
@@ -145,7 +143,7 @@ _RESHAPES = {torch.ops.aten.view.default, torch.ops.aten.expand.default}
 
 def _reshaped(patch: dtensor_patches.DTensorPatch, source: DTensor, rest: Any) -> Any:
     """The result of a function that takes a shape. Torch takes parts for even chunks; with others it may fail on some ranks."""
-    if not is_surprising(source) and not is_uneven(description_of(source)):
+    if is_in_even_chunks(source):
         try:
             return patch.plain((source, *rest), {})
         except RuntimeError:  # on all ranks: dims that are sharded would be joined or divided
@@ -181,14 +179,12 @@ def _is_view(func: Any) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[DTensor]:
     """The DTensors that a function of ATen writes to."""
-    arguments = {
-        argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)
-    } | kwargs
-    written = {
-        argument.name for argument in schema_of(func).arguments if argument.alias_info and argument.alias_info.is_write
-    }
-    values = pytree.tree_leaves([value for name, value in arguments.items() if name in written])
-    return [value for value in values if isinstance(value, DTensor)]
+    arguments = schema_of(func).arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    written = [
+        given.get(argument.name) for argument in arguments if argument.alias_info and argument.alias_info.is_write
+    ]
+    return [value for value in pytree.tree_leaves(written) if isinstance(value, DTensor)]
 
 
 def _plain(t: Any) -> Any:
@@ -228,7 +224,7 @@ def _other_kind(t: DTensor, value: Any) -> Finding:
         where="data of a sharded parameter or gradient",
         given=kind(value),
         required=f"{kind(t)}, as before: the whole tensor, or a DTensor",
-        fix="",
+        fix="p.data = value.to(device=p.device, dtype=p.dtype)  # of the whole shape",
     )
 
 

@@ -2,8 +2,8 @@
 
 Between steps a parameter is a DTensor over the tp mesh (parameters that are not sharded are replicated, so that all are on one
 mesh), which FSDP2 then shards over the data axes. Its local tensor is the slice in the recipe. For fused blocks this is not the
-slice of DTensor's ``Shard``. So full tensors are always assembled by the recipe (runtime/weights/gather.py), never by
-``full_tensor()``, which is right only for parameters of one block in even shares.
+slice of DTensor's ``Shard``: ``redistribution`` makes ``full_tensor()`` right for a person, while a job lives. This package
+assembles full tensors by the recipe, one at a time, on rank 0 (``gather``).
 """
 
 from __future__ import annotations

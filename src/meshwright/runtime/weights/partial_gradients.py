@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,12 +54,12 @@ def refused(owner: object, gradients: Callable[[Any], Iterable[Tensor]]) -> None
 
         return refusing
 
-    stack = _entered(
+    contexts = (
         patches.CLIPPED_NORM.on(norm("torch.nn.utils.clip_grad_norm_", "job.clip_grad_norm_(max_norm)")),
         patches.TOTAL_NORM.on(norm("torch.nn.utils.get_total_norm", "job.grad_norm()")),
         patches.FLAT_GRADIENT.on(flat),
     )
-    weakref.finalize(owner, stack.close).atexit = False
+    patches.lasting(owner, contexts)
 
 
 def scaled_together(owner: object, parameters: Callable[[Any], Iterable[Tensor]], device: torch.device) -> None:
@@ -87,14 +86,7 @@ def scaled_together(owner: object, parameters: Callable[[Any], Iterable[Tensor]]
 
         return unscale
 
-    weakref.finalize(owner, _entered(patches.UNSCALED.on(over_all_ranks)).close).atexit = False
-
-
-def _entered(*contexts: Any) -> ExitStack:
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
+    patches.lasting(owner, [patches.UNSCALED.on(over_all_ranks)])
 
 
 def _finding(function: str, fix: str) -> Finding:

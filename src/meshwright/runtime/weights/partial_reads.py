@@ -10,14 +10,13 @@ https://github.com/pytorch/pytorch/issues/166638):
 
 from __future__ import annotations
 
-import weakref
-from contextlib import ExitStack
 from typing import Any
 
 from meshwright.errors import Finding, PlanError
 from meshwright.private import raw_local
 from meshwright.runtime.weights.running_optimizer import running_optimizer
 from meshwright.spmd import dtensor_patches
+from meshwright.spmd.patches import lasting
 
 
 def refuse_partial_reads(owner: object) -> None:
@@ -26,9 +25,7 @@ def refuse_partial_reads(owner: object) -> None:
     Within an optimizer's methods, which all ranks run, they return the number of the whole tensor. Elsewhere one rank alone may
     read (``if rank == 0:``), and would wait for the others.
     """
-    stack = ExitStack()
-    stack.enter_context(dtensor_patches.READ.on(_read))
-    weakref.finalize(owner, stack.close).atexit = False
+    lasting(owner, [dtensor_patches.READ.on(_read)])
 
 
 def _read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

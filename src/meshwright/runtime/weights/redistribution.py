@@ -15,7 +15,6 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from math import prod
 from typing import Any
 
@@ -25,33 +24,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import Finding, PlanError
-from meshwright.layout import Interval, Shard
+from meshwright.layout import Interval, Shard, chunked_shard
 from meshwright.private import all_gathered, description_of, placements_replaced, raw_local, storage_of
-from meshwright.recipe import Recipe, Slices, chunk_of, place_slices, take_slices
+from meshwright.recipe import Recipe, Slices, chunk_of, place_slices, shape_of, take_slices
 from meshwright.runtime.groups import as_bytes
 from meshwright.spmd import dtensor_patches
+from meshwright.spmd.dtensor_patches import Handler
+from meshwright.spmd.patches import lasting
 
 Redistribute = Callable[..., Tensor]
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Parameters = Callable[[Any], Iterable[tuple[str, Tensor]]]
 
 
 def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe) -> None:
     """Does so as long as ``owner`` lives, which this does not keep alive. ``parameters(owner)``: (name, parameter) of each."""
     layouts = _Layouts(weakref.ref(owner), parameters, recipe)
-    stack = ExitStack()
-    for patch in (
-        dtensor_patches.redistributions() if layouts.of_size else ()
-    ):  # in chunks, too: another job may have other layouts
-        stack.enter_context(patch.on(lambda inner: _ByRecipe(inner, layouts)))
+    contexts = [position.on(_of_whole(position)) for position in dtensor_patches.POSITIONS]
+    if layouts.of_size:  # in chunks, too: another job may have other layouts
+        contexts += [patch.on(lambda inner: _ByRecipe(inner, layouts)) for patch in dtensor_patches.redistributions()]
     if layouts.surprising:
-        for patch, twice in zip(dtensor_patches.distributions(), (False, True), strict=True):
-            stack.enter_context(patch.on(_distributing(twice)))
-        for mean in dtensor_patches.MEANS:
-            stack.enter_context(mean.on(_mean(mean)))
-    for position in dtensor_patches.POSITIONS:
-        stack.enter_context(position.on(_of_whole(position)))
-    weakref.finalize(owner, stack.close).atexit = False
+        once, twice = dtensor_patches.distributions()
+        contexts += [once.on(_distributing(twice=False)), twice.on(_distributing(twice=True))]
+        contexts += [mean.on(_mean(mean)) for mean in dtensor_patches.MEANS]
+    lasting(owner, contexts)
 
 
 class _Layouts:
@@ -118,7 +113,7 @@ class _ByRecipe:
         dim, ranks = spec.placements[axis].dim, spec.mesh.size(axis)
         layout = self.layout_of(tuple(spec.shape), dim, ranks, local)
         twice = sum(is_sharded(p) and p.dim == dim for p in spec.placements) > 1
-        return layout or (_chunks(spec.shape[dim], ranks) if twice and is_uneven(spec) else None)
+        return layout or (chunked_shard(0, spec.shape[dim], ranks) if twice and _is_uneven(spec) else None)
 
     def layout_of(self, shape: tuple[int, ...], dim: int, ranks: int, local: Tensor) -> Shard | None:
         """The same for a tensor of a shape that ``ranks`` ranks shard along a dim."""
@@ -133,45 +128,20 @@ class _ByRecipe:
             raise PlanError([_ambiguous(shape, dim, found)], "this use of a DTensor")
         return next((layout for layout in found if not _is_chunks(layout)), None)
 
-    def distributes(self, take: Callable[..., Tensor], *, twice: bool) -> Callable[..., Tensor]:
-        """What is called for ``_make_shard_tensor``, which takes a part of a whole tensor along a dim.
-
-        Args:
-            take: that of torch.
-            twice: whether a later axis shards the dim, too.
-        """
-
-        def part(cls: Any, dim: int, whole: Tensor, mesh: Any, axis: int, *args: Any, **kwargs: Any) -> Tensor:
-            tp = _tp(mesh)
-            layout = None
-            if tp is not None and (twice or axis == tp):
-                layout = self.layout_of(tuple(whole.shape), dim, mesh.size(tp), whole)
-            if layout is None:
-                return take(cls, dim, whole, mesh, axis, *args, **kwargs)
-            if twice:
-                raise PlanError([_in_two_steps(whole, dim, layout)], "distribute_tensor")
-            source = (*args, *kwargs.values())[:1]
-            if source != (None,):
-                whole = whole.clone(memory_format=torch.contiguous_format)
-                dist.broadcast(as_bytes(whole), group=mesh.get_group(axis), group_src=source[0] if source else 0)
-            return layout.on(dim).take(whole, mesh.get_local_rank(axis)).clone()
-
-        return part
-
     def _whole(self, local: Tensor, spec: Any, layout: Shard | None) -> Tensor:
         if layout is None:
             return self.torch(local, spec, _without(spec, Replicate()))
         axes = [axis for axis, p in enumerate(spec.placements) if is_sharded(p)]
         places = dict(_places(spec, layout, axes))
-        most = max(map(_numel, places.values()))
-        parts = local.new_zeros(most)
+        shapes = {place: shape_of(slices) for place, slices in places.items()}
+        parts = local.new_zeros(max(map(prod, shapes.values())))
         parts[: local.numel()] = local.reshape(-1)
         for axis in reversed(axes):
             ranks = spec.mesh.size(axis)
             parts = all_gathered(as_bytes(parts), spec.mesh.get_group(axis)).view(parts.dtype).view(ranks, *parts.shape)
         whole = local.new_empty(spec.shape)
         for place, slices in places.items():
-            place_slices(whole, slices, parts[place][: _numel(slices)].view(_shape(slices)))
+            place_slices(whole, slices, parts[place][: prod(shapes[place])].view(shapes[place]))
         return whole
 
 
@@ -180,40 +150,54 @@ def gathered(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[p if p.is_partial() else Replicate() for p in tensor.placements])
 
 
-def _distributing(twice: bool) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """The change of one of the functions by which ``distribute_tensor`` takes parts, for all jobs that are alive."""
+def _distributing(*, twice: bool) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """The change of a function by which ``distribute_tensor`` takes a part along a dim.
 
-    def change(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def part(*args: Any, **kwargs: Any) -> Tensor:
-            rule = dtensor_patches.redistributions()[0].now
-            return (
-                rule.distributes(inner, twice=twice)(*args, **kwargs)
-                if isinstance(rule, _ByRecipe)
-                else inner(*args, **kwargs)
-            )
+    Args:
+        twice: whether a later axis shards the dim, too.
+    """
+
+    def change(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def part(
+            cls: Any, dim: int, whole: Tensor, mesh: Any, axis: int, src_data_rank: int | None = 0, **others: Any
+        ) -> Tensor:
+            rule, tp = dtensor_patches.redistributions()[0].now, _tp(mesh)
+            layout = None
+            if isinstance(rule, _ByRecipe) and tp is not None and (twice or axis == tp):
+                layout = rule.layout_of(tuple(whole.shape), dim, mesh.size(tp), whole)
+            if layout is None:
+                return plain(cls, dim, whole, mesh, axis, src_data_rank, **others)
+            if twice:
+                raise PlanError([_in_two_steps(whole, dim, layout)], "distribute_tensor")
+            if src_data_rank is not None:
+                whole = whole.clone(memory_format=torch.contiguous_format)
+                dist.broadcast(as_bytes(whole), group=mesh.get_group(axis), group_src=src_data_rank)
+            return layout.on(dim).take(whole, mesh.get_local_rank(axis)).clone()
 
         return part
 
     return change
 
 
-def is_surprising(tensor: DTensor) -> bool:
+def _is_surprising(tensor: DTensor) -> bool:
     """Whether the parts of a DTensor are not those that torch takes them for."""
     rule = dtensor_patches.redistributions()[0].now
     return isinstance(rule, _ByRecipe) and rule.layout(description_of(tensor), raw_local(tensor)) is not None
 
 
-def _is_no_chunk(tensor: DTensor) -> bool:
-    return is_uneven(description_of(tensor)) or is_surprising(tensor)
+def is_in_even_chunks(tensor: DTensor) -> bool:
+    """Whether the parts of a DTensor are chunks, as torch takes them for, all of one size."""
+    return not _is_uneven(description_of(tensor)) and not _is_surprising(tensor)
 
 
 def _of_whole(patch: dtensor_patches.DTensorPatch) -> Handler:
     """For a function that asks where its elements are in the whole tensor. Torch takes the part for a chunk."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return patch.plain(
-            tuple(gathered(t) if isinstance(t, DTensor) and _is_no_chunk(t) else t for t in args), kwargs
-        )
+        return patch.plain(tuple(map(whole, args)), kwargs)
+
+    def whole(value: Any) -> Any:
+        return gathered(value) if isinstance(value, DTensor) and not is_in_even_chunks(value) else value
 
     return handler
 
@@ -224,7 +208,7 @@ def _mean(patch: dtensor_patches.DTensorPatch) -> Handler:
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         floats = tensor.is_floating_point() or tensor.is_complex()  # torch refuses others
-        if not floats or not is_surprising(tensor):
+        if not floats or not _is_surprising(tensor):
             return patch.plain(args, kwargs)
         dtype = kwargs.get("dtype") or tensor.dtype
         dims = [*((args[1] if len(args) > 1 else None) or range(tensor.ndim))]
@@ -256,14 +240,6 @@ def _slices(spec: Any, layout: Shard, coordinate: tuple[int, ...]) -> Slices:
     return tuple(ranges)
 
 
-def _shape(slices: Slices) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in slices)
-
-
-def _numel(slices: Slices) -> int:
-    return prod(_shape(slices))
-
-
 def _tp(mesh: Any) -> int | None:
     """The number of the axis ``tp`` in a mesh."""
     names = mesh.mesh_dim_names or ()
@@ -280,7 +256,7 @@ def _without(spec: Any, other: Any, which: Callable[[Any], bool] = lambda p: Tru
     return placements_replaced(spec, (other if which(p) else p for p in spec.placements))
 
 
-def is_uneven(spec: Any) -> bool:
+def _is_uneven(spec: Any) -> bool:
     """Whether a dim does not divide by the ranks of the axes that shard it."""
     ranks = [1] * len(spec.shape)
     for axis, placement in enumerate(spec.placements):
@@ -289,14 +265,8 @@ def is_uneven(spec: Any) -> bool:
     return any(size % parts for size, parts in zip(spec.shape, ranks, strict=True))
 
 
-def _chunks(size: int, ranks: int) -> Shard:
-    """The layout that DTensor's ``Shard`` means."""
-    parts = (chunk_of(((0, size),), ranks, rank) for rank in range(ranks))
-    return Shard(0, (tuple(stop - start for part in parts for start, stop in part or ((0, 0),)),))
-
-
 def _is_chunks(layout: Shard) -> bool:
-    return layout == _chunks(layout.size, layout.ranks)
+    return layout == chunked_shard(0, layout.size, layout.ranks)
 
 
 def _ambiguous(shape: tuple[int, ...], dim: int, found: set[Shard]) -> Finding:
@@ -319,4 +289,4 @@ def _in_two_steps(whole: Tensor, dim: int, layout: Shard) -> Finding:
     )
 
 
-__all__ = ["gathered", "is_sharded", "is_surprising", "is_uneven", "redistribute_by_recipe"]
+__all__ = ["gathered", "is_in_even_chunks", "is_sharded", "redistribute_by_recipe"]
