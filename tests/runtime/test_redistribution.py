@@ -310,3 +310,21 @@ def test_an_optimizer_of_matrices_trains_as_on_one_device(fresh: LocalWorkers, m
     result = fresh.run(trained, mesh, ranks=ranks)[0]
     for name, p in model.named_parameters():
         torch.testing.assert_close(result[name], p.detach(), rtol=1e-9, atol=1e-11)
+
+
+def of_other_types(mesh: str) -> list[str]:
+    """Types whose whole tensor, or a slice of it, is not that of the parts."""
+    w = dict(job_of(mesh, 3).named_parameters())["qkv.weight"].detach()
+    full, found = w.full_tensor(), []
+    for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.int64, torch.bool, torch.complex64):
+        part, expected = (w * 100).to(dtype), (full * 100).to(dtype)
+        if not torch.equal(part.full_tensor(), expected) or not torch.equal(part[:5].full_tensor(), expected[:5]):
+            found.append(str(dtype))
+    largest = torch.full_like(w, 6e4, dtype=torch.float16)  # the sum of two is infinite
+    empty = w[:, :0].full_tensor(), w[3:3].full_tensor()
+    return found + [str(x) for x in (largest.mean().full_tensor().item(), *(tuple(t.shape) for t in empty))]
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+def test_other_types_and_empty_tensors(fresh: LocalWorkers, mesh: str, ranks: int) -> None:
+    assert fresh.run(of_other_types, mesh, ranks=ranks) == [["60000.0", "(36, 0)", "(0, 12)"]] * ranks
