@@ -314,7 +314,8 @@ def test_an_optimizer_of_matrices_trains_as_on_one_device(fresh: LocalWorkers, m
 
 def of_other_types(mesh: str) -> list[str]:
     """Types whose whole tensor, or a slice of it, is not that of the parts."""
-    w = dict(job_of(mesh, 3).named_parameters())["qkv.weight"].detach()
+    model = job_of(mesh, 3).module  # the job has gone
+    w = dict(model.named_parameters())["qkv.weight"].detach()
     full, found = w.full_tensor(), []
     for dtype in (torch.bfloat16, torch.float16, torch.int16, torch.int64, torch.bool, torch.complex64):
         part, expected = (w * 100).to(dtype), (full * 100).to(dtype)

@@ -75,9 +75,10 @@ class Job:
         self._checkpoints = Checkpoints(self._sharded_model, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self._optimizer_notes: list[str] = []
-        refuse_partial_reads(self._sharded_model)
-        write_through(self._sharded_model)
-        redistribute_by_recipe(self._sharded_model, ShardedModel.named_parameters, self.recipe)
+        # The model, and so its parameters, may outlive the job.
+        refuse_partial_reads(self.module)
+        write_through(self.module)
+        redistribute_by_recipe(self.module, self.recipe)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)
             refuse_coupled_updates(self._sharded_model, ShardedModel.parameters, self._optimizer_notes.append)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import Finding, PlanError
@@ -33,12 +33,11 @@ from meshwright.spmd.dtensor_patches import Handler
 from meshwright.spmd.patches import lasting
 
 Redistribute = Callable[..., Tensor]
-Parameters = Callable[[Any], Iterable[tuple[str, Tensor]]]
 
 
-def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe) -> None:
-    """Does so as long as ``owner`` lives, which this does not keep alive. ``parameters(owner)``: (name, parameter) of each."""
-    layouts = _Layouts(weakref.ref(owner), parameters, recipe)
+def redistribute_by_recipe(model: nn.Module, recipe: Recipe) -> None:
+    """Does so as long as the model lives, which this does not keep alive."""
+    layouts = _Layouts(weakref.ref(model), recipe)
     contexts = [position.on(_of_whole(position)) for position in dtensor_patches.POSITIONS]
     if layouts.of_size:  # in chunks, too: another job may have other layouts
         contexts += [patch.on(lambda inner: _ByRecipe(inner, layouts)) for patch in dtensor_patches.redistributions()]
@@ -46,14 +45,14 @@ def redistribute_by_recipe(owner: object, parameters: Parameters, recipe: Recipe
         once, twice = dtensor_patches.distributions()
         contexts += [once.on(_distributing(twice=False)), twice.on(_distributing(twice=True))]
         contexts += [mean.on(_mean(mean)) for mean in dtensor_patches.MEANS]
-    lasting(owner, contexts)
+    lasting(model, contexts)
 
 
 class _Layouts:
     """The layouts over tp of one job's parameters, by what a DTensor says of itself: ranks, sizes, shape, memory."""
 
-    def __init__(self, owner: weakref.ref[Any], parameters: Parameters, recipe: Recipe) -> None:
-        self._owner, self._parameters, self._recipe = owner, parameters, recipe
+    def __init__(self, model: weakref.ref[nn.Module], recipe: Recipe) -> None:
+        self._model, self._recipe = model, recipe
         self.of_size: dict[tuple[int, int], set[Shard]] = defaultdict(set)
         self.of_shape: dict[tuple[int, int, tuple[int, ...]], set[Shard]] = defaultdict(set)
         for line in recipe.parameters:
@@ -68,9 +67,9 @@ class _Layouts:
 
     def of_memory(self, local: Tensor) -> set[Shard]:
         """The layout of the parameter whose memory, or whose gradient's memory, a local tensor has."""
-        memory, owner = storage_of(local), self._owner()
-        for name, p in self._parameters(owner) if owner is not None else ():
-            layout = self._recipe.by_name[name].tp
+        memory, model = storage_of(local), self._model()
+        for name, p in model.named_parameters() if model is not None else ():
+            layout = line.tp if (line := self._recipe.by_name.get(name)) else None  # None: put on later
             for t in (p, p.grad):
                 if isinstance(layout, Shard) and isinstance(t, DTensor) and storage_of(raw_local(t)) == memory:
                     return {layout.on(0)}
