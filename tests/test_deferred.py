@@ -105,7 +105,15 @@ def weight_norm_old(width: int = 70) -> nn.Module:
         return torch.nn.utils.weight_norm(nn.Linear(width, width))
 
 
+def run_while_built() -> nn.Module:  # to find the sizes of what follows
+    first = nn.Sequential(
+        nn.Linear(90, 80), nn.BatchNorm1d(80), nn.ReLU(), nn.BatchNorm1d(80, track_running_stats=False)
+    )
+    return first.append(nn.Linear(first(torch.randn(5, 90)).shape[1], 70))
+
+
 TORCH: dict[str, Build] = {
+    "run while built": run_while_built,
     "mlp": lambda: nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70), nn.LayerNorm(70)),
     "transformer": transformer,
     "copied": copied,

@@ -19,6 +19,7 @@ import branching
 import meshwright as mw
 from branching import beside, on
 from meshwright.parity.case import Case
+from meshwright.parity.one_device import reference
 from meshwright.parity.precision import reference_in_precision
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
@@ -211,6 +212,27 @@ def test_what_one_device_always_rounds_in_the_same_way_is_rounding(workers: Loca
     expected, bias = (side.facts.gradients["conv.bias"].double() for side in (precise, one))
     error = float((bias - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     assert noise["gradients"]["conv.bias"] >= 0.9 * error > 4 * torch.finfo(torch.float32).eps
+
+
+class LargeWeight(nn.Module):
+    """On a CPU, torch adds the squares of a long tensor one after the other: the norm of its gradient is off by 1e-4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(1024, 4096)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.lin(x) * y).sum()  # the first update changes it by much
+
+
+def test_the_norm_that_clips_gradients_rounds_too(workers: LocalWorkers) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(4, 1024, generator=generator), "y": torch.randn(4, 4096, generator=generator)}
+    case = Case(LargeWeight, batch, output_loss, torch.float32, 2, 0)
+    one, noise = workers.run(reference_in_precision, case, "float32", ranks=1, timeout=60)[0]
+    precise = workers.run(reference, replace(case, dtype=torch.float64), narrow=False, ranks=1, timeout=60)[0]
+    last, expected = one.facts.losses[-1], precise.facts.losses[-1]
+    assert noise["loss"] >= 0.9 * abs(last - expected) / abs(expected) > 4 * torch.finfo(torch.float32).eps
 
 
 class Layers(nn.Module):

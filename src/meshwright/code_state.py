@@ -209,7 +209,7 @@ class _Search:
     def _add_holder(self, value: Any, depth: int) -> None:
         """Adds a container or a plain object, and what it holds."""
         if isinstance(value, tuple):
-            items: list[Any] = list(value)
+            items: list[Any] = list(iter(value))  # ``list(value)`` would ask a class of the model for its length
         elif type(value) in _CONTAINERS:
             items = list(value.values() if isinstance(value, dict) else value)
             holder: Any = value

@@ -76,6 +76,14 @@ class Slotted:
         self.by = 2.0
 
 
+class Unmeasured(tuple[float, ...]):
+    """A tuple that has no length, as the representations of a group in a package have none."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+FACTORS = Unmeasured([2.0, 3.0])
 closed, reopen = scaling(2.0)
 ACTIVATION: Callable[[Tensor], Tensor] = F.gelu
 ELEMENTS, SLOTTED, TABLE = numpy.full(2, 2.0), Slotted(), dict.fromkeys(range(300), 2.0)
@@ -110,6 +118,7 @@ class Block(nn.Module):
         self.scale, self.calls, self.history, self.notes = 1.0, 0, [], SimpleNamespace(table={"last": 0})
         self.partial, self.scaling = functools.partial(multiplied, by=2.0), Scaling()
         self.bound = Scaling().__call__
+        self.factors = Unmeasured([1.5, Unmeasured([2.0])])  # type: ignore[list-item]
         self.around: list[nn.Module] = []
 
     activation = staticmethod(F.gelu)
@@ -199,6 +208,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "calls a function of its class": lambda self, h: self.activation(h),
     "calls a global function": lambda self, h: ACTIVATION(h),
     "reads an array": lambda self, h: h * float(ELEMENTS[0]),
+    "reads tuples without a length": lambda self, h: h * self.factors[0] * FACTORS[1],
     "reads slots": lambda self, h: h * SLOTTED.by,
     "reads a large table": lambda self, h: h * TABLE[0],
     "asks the model around it": lambda self, h: h * self.around[0].by,
@@ -308,6 +318,7 @@ HELD = (
     "uses a global",
     "uses an attribute",
     "takes powers",
+    "reads tuples without a length",
 )
 REFUSED = {
     "reads a value": "Python reads a value",

@@ -213,7 +213,8 @@ class InitRecorder(TorchDispatchMode):
     def _results(self, func: Any, outputs: Any, changed: Changed) -> tuple[Any, tuple[Ref | None, ...]]:
         """(the results of an op, the ``Ref`` of each output tensor). A result is an argument if the schema says so, else a new
         deferred tensor."""
-        aliased = {next(iter(argument.alias_info.before_set)): value for argument, value in changed}
+        # Some arguments are written though the schema does not say so: the statistics of ``native_batch_norm``.
+        aliased = {next(iter(a.alias_info.before_set)): value for a, value in changed if a.alias_info is not None}
         returns = schema_of(func).returns
         single = len(returns) == 1
         fresh: list[Ref | None] = []

@@ -9,13 +9,13 @@ get its rows permuted, and every second one has one row twice: a model that keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.deferred import Build
 from meshwright.runtime.apply import cast_type
@@ -46,6 +46,7 @@ class Case:
         dropout: whether the model keeps its dropout.
         same: whether every forward gets the same rows.
         optimizer: of parameters; None: SGD with momentum (``parity.optimizer``).
+        start: parameters before the first step; None: as they are built, and perturbed.
     """
 
     build: Build
@@ -59,6 +60,7 @@ class Case:
     dropout: bool = False
     same: bool = False
     optimizer: MakeOptimizer | None = None
+    start: Mapping[str, Tensor] | None = None
 
     def forwards(self, step: int) -> int:
         """Number of forwards and backwards in a step: two in one of the steps, which accumulates gradients, else one."""

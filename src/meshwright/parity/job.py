@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from meshwright.code_state import code_state_kept
 from meshwright.parity.case import Case
 from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, LocalSGD
-from meshwright.parity.preparation import PreparedBuild, perturbed
+from meshwright.parity.preparation import PreparedBuild, starting_value
 from meshwright.parity.widening import widened
 from meshwright.plan import Plan
 from meshwright.planned import make_job
@@ -62,7 +63,8 @@ def _distributed(case: Case, plan: Plan) -> Outcome | dict[str, Tensor]:
     job = make_job(
         PreparedBuild(case.build, case.training, case.dropout, case.dtype), plan, batch=case.batch, loss=case.loss,
         device=case.device,
-        dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None, transform=perturbed,
+        dtype=case.dtype if plan.precision == str(case.dtype).removeprefix("torch.") else None,
+        transform=partial(starting_value, case.start),
     )  # fmt: skip
     mesh = job.recipe.mesh
     outcome = _train(job, case, case.batches(mesh.data_index(dist.get_rank()), mesh.data_size))

@@ -9,8 +9,9 @@ No code of this package runs in its forward or backward, except the function mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from meshwright.generators import Generators, seed_all
 from meshwright.parity.case import Case, cast
 from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, sgd
-from meshwright.parity.preparation import disable_dropout, perturbed
+from meshwright.parity.preparation import disable_dropout, starting_value
 from meshwright.parity.widening import widened
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.runtime.rows.microbatches import call_model
 from meshwright.spmd.one_process import one_process
 from meshwright.workers.worker import report
+
+_BUILDS = 3  # of a model whose constructor may not repeat itself
 
 
 @dataclass(frozen=True)
@@ -194,8 +197,27 @@ def _model(case: Case) -> tuple[nn.Module, int]:
     replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(perturbed(name, p.cpu()))
+            p.copy_(starting_value(case.start, name, p.cpu()))
     return model if case.training else model.eval(), disabled
+
+
+@one_process()
+def unrepeated(case: Case, start: Mapping[str, Tensor]) -> dict[str, float]:
+    """Parameter → how far its starting value is from ``start`` when the model is built again. Only those that differ: a
+    constructor may not repeat itself, as LAPACK rounds by where its tensors lie in memory."""
+    found: dict[str, float] = {}
+    for _ in range(_BUILDS):
+        with code_state_kept(case.build):
+            built = copies_of(model_of(case).named_parameters())
+        for name, before in start.items():
+            if name in built and not torch.equal(built[name], before):
+                found[name] = max(found.get(name, 0.0), _distance(built[name], before))
+    return found
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors of any type; inf if their shapes differ."""
+    return (a.to(torch.complex128) - b).abs().max().item() if a.shape == b.shape else inf
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@
                  the parameters in that type, and gradients are accumulated in float32: as FSDP2 does on one rank
     noise        the same steps, repeated with weights that are moved by less than the type resolves. The move changes how
                  values are rounded. So the difference to the reference is the size of an error that rounding alone causes.
-                 Repeats share what one device always rounds in the same way, as a long sum in one order: in float32, the
-                 difference to the same steps in float64 counts, too
+                 Repeats share what one device always rounds in the same way, as a long sum in one order, or the norm of all
+                 gradients: in float32, the difference to the same steps in float64 counts, too
 
 A layout adds in another order than one device, so rounding changes its values, too. Errors of the job are therefore given in
 units of the noise, for each tensor, and may be up to ``MARGIN``. The error of a tensor compares typical elements:
@@ -58,9 +58,9 @@ def reference_in_precision(case: Case, precision: str) -> tuple[Reference, Error
 
 
 def _in_float64(case: Case) -> Reference | None:
-    """The same steps with forward and backward in float64; None if the model does not run in it."""
+    """The same steps in float64, with the norm that clips and the updates; None if the model does not run in it."""
     try:
-        return _one_device(case, torch.float64, 0)
+        return _one_device(replace(case, dtype=torch.float64), torch.float64, 0)
     except Exception:  # a model may put float32 where only its parameters are float64; it may raise anything
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,11 @@ from meshwright.parity.widening import widened
 
 NOISE = 0.02  # standard deviation: the usual scale of initial weights, so that a perturbed model still trains
 _CONFIGS = ("config", "cfg", "args", "hparams")  # usual names of the attribute that holds a module's configuration
+
+
+def starting_value(start: Mapping[str, Tensor] | None, name: str, built: Tensor) -> Tensor:
+    """A parameter's value before the first step: that of ``start``, if it has one; else ``built``, perturbed."""
+    return perturbed(name, built) if start is None or name not in start else start[name].to(built)
 
 
 def perturbed(name: str, whole: Tensor) -> Tensor:

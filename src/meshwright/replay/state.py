@@ -186,7 +186,7 @@ def _items(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, deque)):
-        return list(value)
+        return list(iter(value))  # ``list(value)`` would ask a class of the model for its length
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if _is_known(value) or isinstance(value, logging.Logger):

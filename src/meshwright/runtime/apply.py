@@ -5,7 +5,8 @@
 3  wrap module calls     calls/hook.py: activation checkpointing, sequence parallelism, this rank's part of a forward
 4  shard over data       runtime/weights/fsdp.py: FSDP2 on units, then on the root
 5  allocate and fill     runtime/weights/parameters.py: each rank fills its slices of the one-device values
-6  spmd                  the SPMD mode, under which the model's forward sees full tensors
+6  equal replicas        runtime/starting_values.py: replicas start alike, whatever the constructor did
+7  spmd                  the SPMD mode, under which the model's forward sees full tensors
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshwright.calls.hook import ModuleCalls
 from meshwright.calls.sequence import InputSharder
 from meshwright.deferred import Build, RecordedModule, record
 from meshwright.generators import Generators
+from meshwright.names import few
 from meshwright.plan.keys import DRAWN
 from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe
@@ -33,6 +35,7 @@ from meshwright.runtime.pipeline.stages import Stages
 from meshwright.runtime.rows.label_counter import LabelCounter
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.runner import Runner
+from meshwright.runtime.starting_values import make_equal
 from meshwright.runtime.weights.fsdp import keep_attributes, needs_fsdp, shard_units
 from meshwright.runtime.weights.halves import halves
 from meshwright.runtime.weights.parameters import (
@@ -55,6 +58,10 @@ from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
 from meshwright.spmd.one_process import one_process
 
+_UNEQUAL = (
+    "ranks that built the model from the same seed had other values of {}: its constructor does not repeat itself. All have "
+    "those of the lowest rank now; parts of sharded parameters are as each rank has built them"
+)
 Transform = Callable[[str, Tensor], Tensor]
 
 
@@ -98,6 +105,7 @@ def apply(
     stand_ins = put_back(model, objects)
     give_attributes(model, attributes)
     keep_attributes(model, attributes)
+    unequal = make_equal(model, recipe, groups) if rehearsed is None else ()
     # Ranks of one tp group draw the same numbers; the SPMD mode takes slices of them.
     random.start(recipe.seed, recipe.mesh.data_index(groups.rank), groups.pp_rank)
     branching = Branching(recipe, groups, ledger, random) if recipe.branches else None
@@ -109,7 +117,8 @@ def apply(
         dispatchers=dispatchers.values(), calls=calls, branching=branching, streams=streams,
     )  # fmt: skip
     runner = _runner(stages, hooks, replanner, loss, leaves_global_tensors=spmd is not None)
-    return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs)
+    notes = [_UNEQUAL.format(few(unequal))] if unequal else []
+    return Job(runner, ledger, _label_counter(stages, replanner), random, local_programs, notes)
 
 
 def _recorded(build: Build, recipe: Recipe, *, filled: bool) -> RecordedModule:

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.calls.placeholder import Placeholder
 from meshwright.errors import ReplicaError
 from meshwright.layout import REPLICATE
 from meshwright.names import few
@@ -36,11 +35,19 @@ from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.checksum import checksum
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.replicas import Column, Key, columns_of, describe_difference, key_of
-from meshwright.runtime.step_notes import StepNotes, is_plain, listed, number_of
+from meshwright.runtime.replicas import (
+    Column,
+    Key,
+    add_by_column,
+    buffers_of,
+    columns_of,
+    describe_difference,
+    key_of,
+    parameters_of,
+)
+from meshwright.runtime.step_notes import StepNotes, listed
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.comm import Ledger
-from meshwright.spmd.tensor import GlobalTensor
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.contents import Optimizers
@@ -206,10 +213,7 @@ class Guard:
             written = self._notes.written()
             sums = torch.zeros(count + 1, dtype=torch.int64, device=device)  # of each column; and how many were written
             sums[count] = len(written)
-            if local.sums:
-                factors = torch.tensor([number_of(name) | 1 for name in local.names], device=device)
-                column_numbers = torch.tensor(local.columns, device=device)
-                sums.index_add_(0, column_numbers, torch.stack(local.sums) * factors)
+            add_by_column(sums, local.columns, local.names, local.sums)
             for column, _, number in local.numbers:
                 sums[column] += number
             gathered = [torch.empty_like(sums) for _ in range(self._recipe.mesh.size)]
@@ -309,21 +313,10 @@ class Guard:
                 local.add(self._index["line", place], f"{kind} {name}", value)
 
     def _parameters(self) -> Iterator[tuple[str, ParameterRecipe, nn.Parameter]]:
-        """(name, line of the recipe, parameter) of each parameter of this rank."""
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        for line in self._recipe.held_by(self._groups.rank):
-            yield line.name, line, named[line.name]
+        return parameters_of(self._model, self._recipe, self._groups.rank)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of each buffer of which this rank has a valid copy: its stage runs the module, and it is a plain
-        tensor."""
-        for name, b in self._model.named_buffers():
-            if (
-                self._recipe.owns_buffer(name, self._groups.rank)
-                and not isinstance(b, (Placeholder, GlobalTensor))
-                and is_plain(b)
-            ):
-                yield name, b
+        return buffers_of(self._model, self._recipe, self._groups.rank)
 
 
 def _update_counts(optimizers: Optimizers) -> Mapping[int, Tensor]:

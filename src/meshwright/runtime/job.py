@@ -63,6 +63,7 @@ class Job:
         counter: LabelCounter | None,
         random: Generators,
         programs: LocalPrograms | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.module, self.recipe, self.groups = runner.module, runner.recipe, runner.groups
         self.ledger, self.random, self._programs = ledger, random, programs
@@ -75,6 +76,7 @@ class Job:
         self._checkpoints = Checkpoints(self._sharded_model, self._division, self.guard, random)
         self._clipping = Clipping(self.module, self.recipe, self.groups, runner.waiting)
         self._optimizer_notes: list[str] = []
+        self._start_notes = tuple(notes)
         # The model, and so its parameters, may outlive the job.
         refuse_partial_reads(self.module)
         write_through(self.module)
@@ -314,7 +316,7 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """The recipe's notes, and what was found out since planning."""
         programs = self._programs.notes if self._programs is not None else ()
-        return (*self.recipe.notes, *self._steps.notes, *programs, *self._optimizer_notes)
+        return (*self.recipe.notes, *self._start_notes, *self._steps.notes, *programs, *self._optimizer_notes)
 
     # --- inspection -------------------------------------------------------------------------------------------------
 

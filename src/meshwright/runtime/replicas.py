@@ -1,13 +1,20 @@
-"""Which ranks must have the same bits: for each kind of tensor a ``Column``, which assigns ranks to sets of equal ones."""
+"""Which ranks must have the same bits: for each kind of tensor a ``Column``, which assigns ranks to sets of equal ones.
+Which parameters and buffers a rank has, and the sums of their checksums by column."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from meshwright.calls.placeholder import Placeholder
 from meshwright.layout import Shard
 from meshwright.recipe import ParameterRecipe, Recipe
+from meshwright.runtime.step_notes import is_plain, number_of
+from meshwright.spmd.tensor import GlobalTensor
 from meshwright.watch.report import spelled_ranks
 
 Key = tuple[Hashable, ...]
@@ -91,3 +98,29 @@ def _set_of(line: ParameterRecipe, recipe: Recipe, rank: int) -> Hashable:
     tp = coordinate.tp if isinstance(line.tp, Shard) else -1
     shard = coordinate.dp_shard if recipe.shards(line) > 1 else -1
     return -1 if tied else coordinate.pp, tp, shard
+
+
+def parameters_of(model: nn.Module, recipe: Recipe, rank: int) -> Iterator[tuple[str, ParameterRecipe, nn.Parameter]]:
+    """(name, line of the recipe, parameter) of each parameter of a rank."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for line in recipe.held_by(rank):
+        yield line.name, line, named[line.name]
+
+
+def buffers_of(model: nn.Module, recipe: Recipe, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of each buffer of which a rank has a valid copy: its stage runs the module, and it is a plain tensor."""
+    for name, b in model.named_buffers():
+        if recipe.owns_buffer(name, rank) and not isinstance(b, (Placeholder, GlobalTensor)) and is_plain(b):
+            yield name, b
+
+
+def add_by_column(totals: Tensor, columns: Sequence[int], names: Sequence[str], sums: Sequence[Tensor]) -> None:
+    """Adds checksums to the totals of their columns, in place.
+
+    Args:
+        totals: int64, at least one number for each column.
+        columns, names, sums: of each tensor the number of its column, its name and its checksum, on the device of ``totals``.
+    """
+    if sums:
+        factors = torch.tensor([number_of(name) | 1 for name in names], device=totals.device)
+        totals.index_add_(0, torch.tensor(columns, device=totals.device), torch.stack([*sums]) * factors)
