@@ -46,6 +46,7 @@ def test_the_same_as_one_process(name, layout, workers):
     entry = ZOO[name]
     report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
+    assert "does not repeat itself" not in str(report), "a rank drew other values than rank 0"
     assert str(report.dtype).endswith("float64")
     assert report.tolerance <= 1e-9
     if "tp" in layout:
@@ -62,6 +63,7 @@ def test_models_as_people_write_them(name, layout, workers):
     dtype = None if name in REFUSES_FLOAT64 else torch.float64
     report = mw.check(entry.build, entry.batch(), LAYOUTS[layout], workers=workers, dtype=dtype)
     assert report.passed, str(report)
+    assert "does not repeat itself" not in str(report), "a rank drew other values than rank 0"
 
 
 SETTINGS = {

@@ -189,6 +189,7 @@ class Call:
         acts: whether Python reads a value in it, on which its path may depend.
         leaf: whether the module has no submodules.
         draws_host: whether it drew random numbers of Python or NumPy, or may do so on another path.
+        raised: whether it ended with an exception, which the model caught. So it is open on every stage, and raises there too.
     """
 
     module: str
@@ -210,6 +211,7 @@ class Call:
     acts: bool = False
     leaf: bool = False
     draws_host: bool = False
+    raised: bool = False
 
     @property
     def results(self) -> frozenset[int]:

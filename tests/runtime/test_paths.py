@@ -274,3 +274,56 @@ def test_a_rank_without_rows_goes_where_it_likes(workers):
     alone = {name: t[:1] for name, t in tokens(special=0).items()}
     expected = workers.run(one_device, AnyRow, alone, ranks=1)[0]
     assert workers.run(one_row, "dp_shard=2", alone, ranks=2)[0] == pytest.approx(expected, rel=1e-6)
+
+
+class Strict(nn.Module):
+    """Takes no lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.lin(self.norm(x)).tanh()
+
+
+class Picky(nn.Module):
+    """Computes, and then does not want what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.tries = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x, wide=True):
+        h = self.lin(x)
+        self.seen.add_(h.detach().mean((0, 1)))
+        self.tries += 1
+        if wide:
+            raise ValueError("too wide")
+        return x + h * self.tries
+
+
+class TriesBoth(Tokens):
+    """As some packages do: a call that raises, and another one in its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Strict(), Picky(), Strict(), Picky(), Strict()])
+
+    def acted(self, x, ids):
+        for block in self.blocks:
+            try:
+                x = block(x, lengths=ids) if isinstance(block, Strict) else block(x)
+            except TypeError:
+                x = block(x)
+            except ValueError:
+                x = block(x, wide=False)
+        return x
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=3", "dp_shard=2", "tp=2", "pp=2,tp=2"])
+def test_what_a_call_raises_is_caught_on_every_rank(plan, workers):
+    ids = torch.randint(0, CLASSES, (6, 5), generator=torch.Generator().manual_seed(1))
+    report = mw.check(TriesBoth, {"ids": ids, "labels": ids}, plan, workers=workers)
+    assert report, report

@@ -196,10 +196,15 @@ class StageInterpreter(Tracer):
         """Runs a call and traces its functions."""
         closed, unit = self.closed, isinstance(forward.module, FSDPModule)
         self._open_units += unit
-        result = self.follow(path, forward.open, args, kwargs)
-        self._open_units -= unit
-        if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
-            self.closed, self._unrecorded, self._inner_place = closed, False, 0
+        unrecorded = False
+        try:
+            result = self.follow(path, forward.open, args, kwargs)
+        finally:  # the model may catch what the call raises
+            self._open_units -= unit
+            if self.closed > closed:  # within the call Python read a value, and the rest of the call was not traced
+                self.closed, self._unrecorded, self._inner_place = closed, False, 0
+                unrecorded = True
+        if unrecorded:
             call = self.graph.calls[path]
             place = self.program.place(call.stop - 1)
             result = map_tensors(lambda t: self._tensor_of(t, place), result)

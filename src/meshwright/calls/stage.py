@@ -183,6 +183,8 @@ class StageProgram:
     def _treatment(self, call: Call) -> str:
         """``RUN``, ``STUB`` or ``OPEN`` for a call."""
         graph, inside = self.graph, range(call.start, call.stop)
+        if call.raised:
+            return OPEN
         # In a branch a rank may have some rows only, but the model's containers and objects hold values with all rows.
         followed = call.visible or (bool(call.changes) and any(map(self.place, inside)))
         values = [n for p in inside for n in graph.values_made_by(p)]

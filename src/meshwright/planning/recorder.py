@@ -109,7 +109,12 @@ class ForwardRecorder(Tracer):
             self._older = holders_in([attributes, args, kwargs])
         holders, slots, tick = Holders(call.arguments), self.slot_uses.contents(), self.memory.ticks
         numbers = host_drawn(self._generators_of_host) if graph.draws else None
-        result = self._other_ways(call, module, self.follow(path, forward.run, args, kwargs))
+        try:
+            followed = self.follow(path, forward.run, args, kwargs)
+        except Exception:  # the model may try another way
+            call.raised, call.stop = True, len(graph.events)
+            raise
+        result = self._other_ways(call, module, followed)
         tensors = tensors_of(result)
         self._left_behind(call, module, args, kwargs)
         call.changes, complete, call.repeatable = holders.changes(self.number, self._older)
