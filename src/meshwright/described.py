@@ -110,3 +110,31 @@ def _look(value: Any, tensors: list[Tensor]) -> None:
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """The bytes of the elements of tensors. (``Tensor.nbytes`` refuses sparse ones.)"""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+_SPARSE = frozenset([torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+
+
+def is_sparse(t: Tensor) -> bool:
+    """Whether a tensor has a sparse layout, of whatever kind. (``Tensor.is_sparse`` is that of COO alone.)"""
+    return t.layout in _SPARSE
+
+
+def dense(t: Tensor) -> Tensor:
+    """The tensor itself; for a sparse one, a dense copy."""
+    return t.to_dense() if is_sparse(t) else t
+
+
+Layout = tuple[torch.layout, tuple[int, ...]]
+"""A layout of torch; and the sizes of its blocks, if it has blocks."""
+
+
+def layout_of(t: Tensor) -> Layout:
+    in_blocks = t.layout in (torch.sparse_bsr, torch.sparse_bsc)
+    return t.layout, tuple(t.values().shape[-2:]) if in_blocks else ()
+
+
+def in_layout(layout: Layout, t: Tensor) -> Tensor:
+    """A dense tensor in a layout: itself, or a sparse copy of it."""
+    kind, blocks = layout
+    return t.to_sparse(layout=kind, blocksize=blocks or None) if kind in _SPARSE else t

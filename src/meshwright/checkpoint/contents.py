@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.pieces import LocalPiece
+from meshwright.described import dense
 from meshwright.errors import Findings
 from meshwright.recipe import Slices
 from meshwright.runtime.weights.parameters import local_tensor
@@ -93,7 +94,7 @@ class Contents:
         yield from (parameter.piece() for parameter in self.parameters)
         for name, module, key, saves in self.buffers:
             if saves:
-                yield LocalPiece.of_full_tensor(f"model.{name}", getattr(module, key).detach())
+                yield LocalPiece.of_full_tensor(f"model.{name}", dense(getattr(module, key).detach()))
 
 
 def of_job(model: ShardedModel) -> Contents:

@@ -232,12 +232,12 @@ def _load_plan(
     restores = [restore("scheduler", scheduler, stored, findings), restore("data", data, stored, findings)]
     if findings:
         raise CheckpointError(findings, findings.subject)
-    pieces, names = model_pieces(stored, contents)
+    pieces, names, of_model = model_pieces(stored, contents)
     source = rng_source(stored.manifest.about, owner)
     rng = {} if source is None else dict(_rng(stored, source))
     pieces += [piece for state in states for piece in state.pieces] + list(rng.values())
     names |= {piece: saved_name for state in states for piece, saved_name in state.names.items()}
-    return owner, _LoadPlan(pieces, names, rng, (*(state.hand_over for state in states), *restores))
+    return owner, _LoadPlan(pieces, names, rng, (*of_model, *(state.hand_over for state in states), *restores))
 
 
 def _restore(owner: Owner, stored: StoredCheckpoint, load_plan: _LoadPlan) -> tuple[str, ...]:

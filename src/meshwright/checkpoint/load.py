@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from meshwright.checkpoint.pieces import LocalPiece, PieceLoader
 from meshwright.checkpoint.rank_agreement import RankAgreement, without_warning
 from meshwright.checkpoint.save import RUN, loaded
 from meshwright.checkpoint.storage import Reader, read_metadata
+from meshwright.described import dense, in_layout, is_sparse, layout_of
 from meshwright.errors import CheckpointError, Finding, Findings, nearest
 
 _SHOWN = 8  # most missing names, and most unexpected names, that an error lists one by one
@@ -194,12 +195,16 @@ def _more(count: int, kind: str, findings: Findings) -> None:
         findings.add(where="…", given=f"{count - _SHOWN} more that are {kind}", required="the same names on both sides")
 
 
-def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[LocalPiece], dict[str, str]]:
-    """The pieces to read the model's values into; and name of a piece → its name in the checkpoint.
+def model_pieces(
+    stored: StoredCheckpoint, contents: Contents
+) -> tuple[list[LocalPiece], dict[str, str], list[Callable[[], None]]]:
+    """The pieces to read the model's values into; name of a piece → its name in the checkpoint; and what to call when they
+    have been read.
 
-    A buffer with another shape than the saved one is replaced by an empty tensor of that shape.
+    A buffer with another shape than the saved one is replaced by an empty tensor of that shape; a sparse one, which is saved as
+    a dense one, by a new one.
     """
-    pieces, names = [], {}
+    pieces, names, restores = [], {}, list[Callable[[], None]]()
     for parameter in contents.parameters:
         piece = parameter.piece()
         pieces.append(piece)
@@ -209,9 +214,18 @@ def model_pieces(stored: StoredCheckpoint, contents: Contents) -> tuple[list[Loc
         assert saved is not None
         if getattr(module, key).shape != saved.size:  # a forward may assign a buffer of another shape
             setattr(module, key, getattr(module, key).new_empty(saved.size))
-        if not getattr(module, key).is_meta:
-            pieces.append(LocalPiece.of_full_tensor(f"model.{name}", getattr(module, key).detach()))
-    return pieces, names
+        buffer = getattr(module, key).detach()
+        if not buffer.is_meta:
+            value = torch.empty_like(dense(buffer)) if is_sparse(buffer) else buffer
+            pieces.append(LocalPiece.of_full_tensor(f"model.{name}", value))
+            if is_sparse(buffer):
+                restores.append(partial(_give_sparse, module, key, value))
+    return pieces, names, restores
+
+
+def _give_sparse(module: nn.Module, key: str, value: Tensor) -> None:
+    """Replaces a sparse buffer by one with these values."""
+    setattr(module, key, in_layout(layout_of(getattr(module, key)), value))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meshwright.described import dense
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -34,5 +36,4 @@ def copies_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def copy_of(value: Tensor) -> Tensor:
     """A dense copy on the CPU."""
-    value = value.detach()
-    return (value.to_dense() if value.is_sparse else value).cpu().clone()
+    return dense(value.detach()).cpu().clone()

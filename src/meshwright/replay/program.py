@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
+from meshwright.described import is_sparse
 from meshwright.layout import Shard
 from meshwright.private import pytree, raw_local, storage_of, unhooked, version
 from meshwright.replay.nodes import AUTOCAST_DEVICES, CallUnderMode, InputSource, MoveCall, Node, Value
@@ -206,7 +207,7 @@ def form_of(t: Tensor) -> Hashable:
     """The facts of a tensor on which decisions depend, without ``requires_grad``."""
     if type(t) is GlobalTensor:
         return spec_of(t)
-    return t.shape, t.dtype, t.device, t.stride()
+    return t.shape, t.dtype, t.device, t.layout, None if is_sparse(t) else t.stride()
 
 
 class Binding:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.described import dense
 from meshwright.layout import in_one_dim
 from meshwright.private import FakeTensor
 
@@ -58,7 +59,9 @@ def digest(t: Tensor) -> tuple[Any, ...]:
     A tensor without values (on meta, or of a rehearsal) has an empty SHA-256. Torch's pickle cannot be hashed instead: it
     differs for equal tensors.
     """
+    if t.is_nested:
+        return tuple(map(digest, t.unbind()))
     if t.is_meta or isinstance(t, FakeTensor):
         return str(t.dtype), tuple(t.shape), ""
-    values = in_one_dim(t.detach().cpu()).view(torch.uint8) if t.numel() else t.new_empty(0)
+    values = in_one_dim(dense(t.detach()).cpu()).view(torch.uint8) if t.numel() else t.new_empty(0)
     return str(t.dtype), tuple(t.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()

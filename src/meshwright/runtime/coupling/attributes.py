@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import attributes_in, owner_of, plain_objects, tensors_of
+from meshwright.described import dense
 from meshwright.private import version, without_modes
 from meshwright.runtime.module_state import attributes_of, holds_parameters, is_state
 from meshwright.spmd.tensor import GlobalTensor, local_of
@@ -155,7 +156,7 @@ def _tensor_difference(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape:
         return ROWS
     with torch.no_grad(), without_modes():
-        x, y = local_of(a).detach(), local_of(b).detach()
+        x, y = dense(local_of(a).detach()), dense(local_of(b).detach())
         if x.shape != y.shape or x.dtype != y.dtype:
             return VALUES
         if x.is_floating_point():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.calls.structure import snapshot
+from meshwright.described import dense, is_sparse
 from meshwright.errors import PlanError
 from meshwright.private import pytree, storage_of, version
 
@@ -98,7 +99,13 @@ def with_shared(batch: Any, names: Collection[str]) -> Any:
     if not names:
         return batch
     all_names = iter(names_in(batch))
-    return mapped(lambda t: _marked_shared(_with_host_of(t, t.view_as(t))) if next(all_names) in names else t, batch)
+
+    def marked(t: Tensor) -> Tensor:
+        # A sparse tensor has no views, and no rows anyway.
+        is_named = next(all_names) in names
+        return _marked_shared(_with_host_of(t, t.view_as(t))) if is_named and not is_sparse(t) else t
+
+    return mapped(marked, batch)
 
 
 def _with_host_of(t: Tensor, equal: Tensor) -> Tensor:
@@ -154,8 +161,9 @@ def _marked_shared(t: Tensor) -> Tensor:
 
 
 def has_rows(t: Tensor, rows: int) -> bool:
-    """Whether a tensor of a batch with so many rows has a slice for each row (dim 0), and is not shared by all rows."""
-    return t.dim() > 0 and t.shape[0] == rows and not getattr(t, "_mw_shared", False)
+    """Whether a tensor of a batch with so many rows has a slice for each row (dim 0), and is not shared by all rows. A sparse
+    one is shared (the edges of a graph): it cannot be sliced."""
+    return t.dim() > 0 and t.shape[0] == rows and not is_sparse(t) and not getattr(t, "_mw_shared", False)
 
 
 def rows_in_another_dim(batch: Any, rows: int) -> list[str]:
@@ -292,7 +300,7 @@ def changed_tensors(copy: Any, batch: Any, before: Sequence[int | None]) -> froz
         before: the ``versions`` of the copy before the forward.
     """
     pairs = zip(tensors_in(copy), tensors_in(batch), strict=True)
-    unequal = {i for i, (a, b) in enumerate(pairs) if not (a.is_meta or b.is_meta or torch.equal(a, b))}
+    unequal = {i for i, (a, b) in enumerate(pairs) if not (a.is_meta or b.is_meta or torch.equal(dense(a), dense(b)))}
     return frozenset(unequal.union(written_tensors(copy, before)))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.calls.changes import Holders, before_of, make_changes, map_changed
 from meshwright.calls.structure import PLAIN, is_constant, tensors_of
+from meshwright.described import dense
 from meshwright.graph import Change
 from meshwright.private import pytree, version
 from meshwright.runtime.rows.batch import has_rows, tensors_in, versions
@@ -107,7 +108,7 @@ class BatchContainers:
             own_rows = [t if own else t[:0] for t, own in zip(pieces, self._has_rows, strict=True)]
             return torch.cat(own_rows) if len(own_rows) > 1 else own_rows[0]
         pieces = [t for t, own in zip(pieces, self._has_rows, strict=True) if own] or pieces[:1]
-        if any(t.shape != pieces[0].shape or not torch.equal(t, pieces[0]) for t in pieces):
+        if any(t.shape != pieces[0].shape or not torch.equal(dense(t), dense(pieces[0])) for t in pieces):
             raise _do_not_fit("a tensor without rows (dim 0) with other values than in the others")
         return pieces[0]
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.described import Layout, dense, in_layout, layout_of
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices
 from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.weights.parameters import local_tensor
@@ -75,8 +76,8 @@ def full_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[t
     A forward may replace a buffer by one of another shape or dtype, or register a new one: the owner sends these facts first.
     """
     buffers = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
-    facts = {name: (tuple(b.shape), b.dtype) for name, b in buffers.items()}
-    facts_of_ranks: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [facts]
+    facts = {name: (tuple(b.shape), b.dtype, layout_of(b)) for name, b in buffers.items()}
+    facts_of_ranks: list[dict[str, tuple[tuple[int, ...], torch.dtype, Layout]]] = [facts]
     if dist.get_world_size() > 1:
         facts_of_ranks = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(facts_of_ranks, facts, group=groups.hosts[""])
@@ -92,10 +93,10 @@ def full_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[t
         if groups.rank == 0 and owner == 0:
             value = buffers[name].detach().to("cpu", copy=True)
         elif groups.rank == 0:
-            shape, dtype = facts_of_ranks[owner][name]
-            value = _received(shape, dtype, owner, groups)
+            shape, dtype, layout = facts_of_ranks[owner][name]
+            value = in_layout(layout, _received(shape, dtype, owner, groups))
         elif groups.rank == owner:
-            _send(buffers[name], groups)
+            _send(dense(buffers[name]), groups)
         yield name, value
 
 
