@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,3 +152,40 @@ def test_an_evaluation_reads_what_training_left(name: str, workers: LocalWorkers
     wanted = losses_of_one_device(build)
     for found in workers.run(losses_over, build, plan, ranks=2):
         assert found == pytest.approx(wanted, rel=1e-9)
+
+
+class Cached(nn.Module):
+    """Makes a mask in its first forward, and keeps it as a buffer: ``how`` says whether the name was there before."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("before", torch.ones(WIDTH))
+        if how == "None before":
+            self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("after", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = getattr(self, "mask", None)
+        if mask is None:
+            mask = torch.ones(WIDTH, WIDTH, device=x.device, dtype=torch.bool).triu(1)
+            self.register_buffer("mask", mask, persistent=False)
+        return x + (self.linear(x) @ mask.to(x.dtype)) * self.before * self.after
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=3", "tp=2", "dp_shard=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("how", ["None before", "new"])
+def test_buffers_that_forwards_make(how: str, mesh: str, workers: LocalWorkers) -> None:
+    report = mw.check(partial(CachedBlocks, how), batches()[0], mesh, workers=workers)
+    assert report, report
+
+
+class CachedBlocks(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached(how) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": functional.mse_loss(x, y)}

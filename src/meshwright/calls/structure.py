@@ -409,3 +409,13 @@ def _is_object(leaf: Any) -> bool:
 def _may_hold(item: Any) -> bool:
     plain = (str, bytes, int, float, complex, bool, type(None), nn.Module, type)
     return not isinstance(item, plain) and not callable(item)
+
+
+def buffer_places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The name of each buffer, also of those that are None until a forward makes them → (the number of its module, its number
+    in the module): the order of ``named_buffers``."""
+    return {
+        f"{prefix}.{key}" if prefix else key: (number, i)
+        for number, (prefix, module) in enumerate(model.named_modules())
+        for i, key in enumerate(buffers_in(module))
+    }

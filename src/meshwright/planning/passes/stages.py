@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.calls.structure import buffer_places
 from meshwright.errors import Finding, Findings
 from meshwright.graph import ModelGraph
 from meshwright.names import few
@@ -166,9 +167,8 @@ def place_buffers(draft: Draft) -> Draft:
     runs: dict[str, int] = {}
     for call in graph.calls.values():
         runs.setdefault(call.module, stage_of(cuts, call.start))
-    names = (name for name, _ in draft.model.named_buffers())
     buffers = (
         (name, stages.get(name, runs.get(name.rpartition(".")[0], 0)), buffer_place(name, graph, branches))
-        for name in names
+        for name in buffer_places(draft.model)
     )
     return replace(draft, buffers=tuple(buffers))

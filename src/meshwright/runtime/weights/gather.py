@@ -7,12 +7,14 @@ each pair of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.calls.placeholder import Placeholder
+from meshwright.calls.structure import buffer_places
 from meshwright.described import Layout, dense, in_layout, layout_of
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices
 from meshwright.runtime.groups import Groups, as_bytes
@@ -75,29 +77,43 @@ def full_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[t
 
     A forward may replace a buffer by one of another shape or dtype, or register a new one: the owner sends these facts first.
     """
-    buffers = {name: b for name, b in model.named_buffers() if recipe.buffer_owner(name) == groups.rank}
-    facts = {name: (tuple(b.shape), b.dtype, layout_of(b)) for name, b in buffers.items()}
-    facts_of_ranks: list[dict[str, tuple[tuple[int, ...], torch.dtype, Layout]]] = [facts]
+    buffers, places = dict(_counting(model, recipe, groups.rank)), buffer_places(model)
+    facts = {name: _BufferFacts(places[name], tuple(b.shape), b.dtype, layout_of(b)) for name, b in buffers.items()}
+    facts_of_ranks = [facts]
     if dist.get_world_size() > 1:
         facts_of_ranks = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(facts_of_ranks, facts, group=groups.hosts[""])
-    owners = {name: rank for rank, names in enumerate(facts_of_ranks) for name in names}
-    order = [name for name, _ in model.named_buffers() if name in owners]
-    if dist.get_world_size() > 1:
-        holder = [order]
-        dist.broadcast_object_list(holder, src=0, group=groups.hosts[""], device=torch.device("cpu"))
-        order = holder[0]
-    for name in dict.fromkeys([*order, *owners]):
+    owners = {name: rank for rank, names in reversed([*enumerate(facts_of_ranks)]) for name in names}
+    for name in sorted(owners, key=lambda name: facts_of_ranks[owners[name]][name].place):
         owner = owners[name]
         value = None
         if groups.rank == 0 and owner == 0:
             value = buffers[name].detach().to("cpu", copy=True)
         elif groups.rank == 0:
-            shape, dtype, layout = facts_of_ranks[owner][name]
-            value = in_layout(layout, _received(shape, dtype, owner, groups))
+            of_buffer = facts_of_ranks[owner][name]
+            value = in_layout(of_buffer.layout, _received(of_buffer.shape, of_buffer.dtype, owner, groups))
         elif groups.rank == owner:
             _send(dense(buffers[name]), groups)
         yield name, value
+
+
+class _BufferFacts(NamedTuple):
+    """What a receiver needs to know of a buffer. ``place``: see ``buffer_places``."""
+
+    place: tuple[int, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+def _counting(model: nn.Module, recipe: Recipe, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of each buffer of which this rank's copy counts. Of one that a forward has registered, which planning
+    does not know, it may be any rank's that has it."""
+    known = {name for name, *_ in recipe.buffers}
+    for name, b in model.named_buffers():
+        is_new = bool(known) and name not in known and not isinstance(b, Placeholder)
+        if is_new or recipe.buffer_owner(name) == rank:
+            yield name, b
 
 
 def _received(shape: tuple[int, ...], dtype: torch.dtype, source: int, groups: Groups) -> Tensor:
