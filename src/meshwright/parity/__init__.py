@@ -115,16 +115,11 @@ def check(
             one = _reference(pool, case, narrow=dtype is None, timeout=timeout)
             case, notes, side = one.case, (*one.notes, *_notes(one.case)), "the job"
             limit = _tolerance(tolerance, case)
-
-            def compared() -> Report:
-                outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
-                return _report(one, outcome, compare(one, outcome, limit), plan, notes, limit, started)
-
-            report = compared()
+            report = _compared(pool, case, one, plan, notes, limit, timeout, started)
             if not report and (moved := pool.run(unrepeated, case, one.start, ranks=1, timeout=timeout)[0]):
                 notes = (*notes, _UNREPEATED.format(few(moved), max(moved.values())))
                 case = replace(case, start=one.start)
-                report = compared()
+                report = _compared(pool, case, one, plan, notes, limit, timeout, started)
             if dtype is not None or plan.precision == _name(case.dtype) or not report:
                 return report
             side = f"the job in {plan.precision}"
@@ -136,6 +131,15 @@ def check(
                 passed=False, plan=plan, tolerance=_tolerance(tolerance, case), dtype=_name(case.dtype),
                 steps=steps, seconds=time.monotonic() - started, notes=notes, failure=f"{side}: {error}",
             )  # fmt: skip
+
+
+def _compared(
+    pool: LocalWorkers, case: Case, one: Reference, plan: Plan, notes: tuple[str, ...], tolerance: float, timeout: float,
+    started: float,
+) -> Report:  # fmt: skip
+    """Runs the job in the type of the case, and compares it with the reference."""
+    outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
+    return _report(one, outcome, compare(one, outcome, tolerance), plan, notes, tolerance, started)
 
 
 def _in_precision(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, timeout: float, started: float) -> Report:
