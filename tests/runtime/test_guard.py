@@ -446,3 +446,34 @@ def first_step(plan):
 def test_a_write_to_what_is_gathered_is_an_error(workers):
     told = workers.run(first_step, "dp_shard=2", ranks=2)
     assert all("the forward writes to start" in text and "what it writes is lost" in text for text in told), told
+
+
+@pytest.mark.parametrize("count", [3, 1000, 1024, 2048, 5000])
+def test_a_checksum_sees_the_order_of_integers_and_small_ones_of_the_same_sum(count: int) -> None:
+    numbers = torch.randint(0, 9, (count,), generator=torch.Generator().manual_seed(0))
+    found = {int(checksum(numbers))}
+    tried = [numbers]
+    for seed in range(60):
+        draw = torch.Generator().manual_seed(seed)
+        i, j, k = torch.randperm(count, generator=draw)[:3].tolist()
+        moved, swapped = numbers.clone(), numbers.clone()
+        moved[[i, j, k]] += torch.tensor([1, -2, 1])
+        swapped[[i, j]] = numbers[[j, i]]
+        apart = numbers.clone()
+        apart[i] += 1
+        apart[(i + count // 2) % count] -= 1
+        for other in (moved, swapped, apart, numbers.roll(seed + 1), numbers[torch.randperm(count, generator=draw)]):
+            if not any(torch.equal(other, one) for one in tried):
+                tried.append(other)
+                found.add(int(checksum(other)))
+    assert len(found) == len(tried) > 4
+
+
+def test_a_checksum_sees_steps_across_blocks_of_one_column() -> None:
+    numbers = torch.zeros(8 * 1024, dtype=torch.int64)
+    other = numbers.clone()
+    other[[5, 1024 + 5, 2 * 1024 + 5]] = torch.tensor([1, -2, 1])
+    assert int(checksum(other)) != int(checksum(numbers))
+    other[:] = 0
+    other[[5, 9, 1024 + 5, 1024 + 9]] = torch.tensor([1, -1, -1, 1])
+    assert int(checksum(other)) != int(checksum(numbers))
