@@ -59,8 +59,8 @@ def _sum_of_lanes(lanes: Tensor) -> Tensor:
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    """So many odd 64-bit integers without a pattern: SplitMix64 (Steele, Lea and Flood, 2014), whose shifts are arithmetic
-    here."""
+    """``count`` odd 64-bit integers without a pattern, int64: SplitMix64 (Steele, Lea and Flood, 2014), but with arithmetic
+    shifts, as torch has no unsigned ones."""
     x = torch.arange(1, count + 1, device=device) * _GOLDEN
     for shift, factor in _MIXES:
         x = (x ^ (x >> shift)) * factor

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.layout import in_one_dim
 from meshwright.recipe import Recipe
 from meshwright.runtime.checksum import checksum
-from meshwright.runtime.groups import Groups
+from meshwright.runtime.groups import Groups, as_bytes
 from meshwright.runtime.replicas import add_by_column, buffers_of, columns_of, key_of, parameters_of
 from meshwright.runtime.step_notes import listed
 from meshwright.runtime.weights.parameters import local_tensor
@@ -37,8 +36,8 @@ def make_equal(model: nn.Module, recipe: Recipe, groups: Groups) -> tuple[str, .
     """
     if recipe.mesh.size == 1:
         return ()
-    columns = columns_of(recipe)
-    values = _values(model, recipe, groups.rank, {key: i for i, key in enumerate(columns)})
+    by_key = columns_of(recipe)
+    columns, values = [*by_key.values()], _values(model, recipe, groups.rank, {key: i for i, key in enumerate(by_key)})
     numbers = dict(zip(values, listed([checksum(t) for t in values.values()], groups.device), strict=True))
     totals = torch.zeros(len(columns), dtype=torch.int64)
     add_by_column(
@@ -47,7 +46,7 @@ def make_equal(model: nn.Module, recipe: Recipe, groups: Groups) -> tuple[str, .
     gathered = [torch.empty_like(totals) for _ in range(recipe.mesh.size)]
     dist.all_gather(gathered, totals, group=groups.hosts[""])
     of_ranks = torch.stack(gathered).tolist()
-    differing = {i for i, c in enumerate(columns.values()) if c.differing([of_rank[i] for of_rank in of_ranks])}
+    differing = {i for i, c in enumerate(columns) if c.differing([of_rank[i] for of_rank in of_ranks])}
     if not differing:
         return ()
     everywhere: list[dict[_Place, int]] = [{}] * recipe.mesh.size
@@ -56,7 +55,7 @@ def make_equal(model: nn.Module, recipe: Recipe, groups: Groups) -> tuple[str, .
     for place in dict.fromkeys(place for of_rank in everywhere for place in of_rank):
         sums = [of_rank.get(place) for of_rank in everywhere]
         without = [rank for rank, number in enumerate(sums) if number is None]
-        for ranks in [*columns.values()][place[0]].differing(sums, without):
+        for ranks in columns[place[0]].differing(sums, without):
             names[place[1]] = None
             _send_to_all(values.get(place), sorted(chain.from_iterable(ranks)), groups)
     return tuple(names)
@@ -76,7 +75,7 @@ def _send_to_all(value: Tensor | None, ranks: list[int], groups: Groups) -> None
     first, *others = ranks
     if value is None or groups.rank not in ranks:
         return
-    local = in_one_dim(value.cpu().resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
+    local = as_bytes(value).cpu()
     if groups.rank == first:
         for rank in others:
             dist.send(local, rank, group=groups.hosts[""])

@@ -101,7 +101,7 @@ def with_shared(batch: Any, names: Collection[str]) -> Any:
     all_names = iter(names_in(batch))
 
     def marked(t: Tensor) -> Tensor:
-        # A sparse tensor has no views, and no rows anyway.
+        # A sparse tensor cannot be viewed, and needs no mark: it never has rows.
         is_named = next(all_names) in names
         return _marked_shared(_with_host_of(t, t.view_as(t))) if is_named and not is_sparse(t) else t
 

@@ -77,7 +77,7 @@ def full_buffers(model: nn.Module, recipe: Recipe, groups: Groups) -> Iterator[t
 
     A forward may replace a buffer by one of another shape or dtype, or register a new one: the owner sends these facts first.
     """
-    buffers, places = dict(_counting(model, recipe, groups.rank)), buffer_places(model)
+    buffers, places = dict(_candidates(model, recipe, groups.rank)), buffer_places(model)
     facts = {name: _BufferFacts(places[name], tuple(b.shape), b.dtype, layout_of(b)) for name, b in buffers.items()}
     facts_of_ranks = [facts]
     if dist.get_world_size() > 1:
@@ -106,9 +106,12 @@ class _BufferFacts(NamedTuple):
     layout: Layout
 
 
-def _counting(model: nn.Module, recipe: Recipe, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of each buffer of which this rank's copy counts. Of one that a forward has registered, which planning
-    does not know, it may be any rank's that has it."""
+def _candidates(model: nn.Module, recipe: Recipe, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of each buffer whose copy on this rank may be the one to gather.
+
+    Planning says whose copy of a buffer counts. A buffer that a forward registers, which planning does not know, may be taken
+    from any rank that has it.
+    """
     known = {name for name, *_ in recipe.buffers}
     for name, b in model.named_buffers():
         is_new = bool(known) and name not in known and not isinstance(b, Placeholder)
