@@ -272,7 +272,8 @@ class ModelGraph:
         rows: the number of rows of the batch, if data ranks of branches can each run their own rows; else 0.
         by_rows: positions of plain functions that work on each row alone: from some rows they make those rows of their result.
         segments: segment of a checkpoint of the model → (its first event, the end of its events).
-        hiding: the calls of functions of ``torch.func`` that use parameters or values, though none is among their arguments.
+        hiding: the calls of functions that run code of the model (``autograd.Function``, what ``torch.func`` transformed) and
+            use parameters or values though none is among their arguments, or draw random numbers there.
         differentiated: position of an event in which the forward itself computes gradients → the values with respect to which
             it does; None if there are other inputs too.
         own_backwards: whether the model's own functions (``autograd.Function``) compute gradients; they may return none.

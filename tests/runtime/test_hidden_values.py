@@ -134,6 +134,8 @@ def compare(workers: Any, model: type[nn.Module], ways: list[str], plan: dict[st
         assert found[way] == pytest.approx(expected[way], rel=1e-9), way
 
 
+ONE_BRANCH = {"mesh": "tp=2", "modules": {"blocks.0": {"on": "tp[1]"}}}
+
 PIPELINES: list[Any] = [
     {"mesh": "pp=2", "microbatches": 2},
     pytest.param({"mesh": "pp=2"}, marks=pytest.mark.proof),
@@ -166,6 +168,97 @@ def test_what_a_forward_keeps_for_itself_alone(plan, workers):
     """A stage stops before the model resets it; and a checkpoint that runs again in a backward finds that of its own
     microbatch."""
     compare(workers, Serial, ["mask", "memo", "mask again"], plan)
+
+
+class Applied(torch.autograd.Function):
+    """Calls a function of the batch. That function uses more than its arguments; ``taken`` are some of what it uses."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *taken: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None, None, *(g * x for x in ctx.saved_tensors[: len(ctx.needs_input_grad) - 2])
+
+
+class OfTheBatch(nn.Module):
+    """A Function whose arguments follow from the batch alone, and which uses a parameter, a value or a module of some stage."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.embed = way, nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        h = self.embed(x)
+        functions = {
+            "parameter": lambda t: nn.functional.linear(t, self.embed.weight),
+            "parameter of a later stage": lambda t: nn.functional.linear(t, self.blocks[3].weight),
+            "value": lambda t: t * h,
+            "value that is an argument in training": lambda t: t * h,
+            "module": self.blocks[0],
+            "module of a later stage": self.blocks[3],
+        }
+        y = Applied.apply(functions[self.way], x, *([h] if "training" in self.way and h.requires_grad else []))
+        for block in self.blocks:
+            h = block(h).tanh()
+        return SimpleNamespace(loss=(h * y).square().mean() + y.square().mean())
+
+
+@pytest.mark.parametrize("plan", [*PIPELINES, {"mesh": "dp_shard=2"}, {"mesh": "tp=2"}, ONE_BRANCH], ids=str)
+def test_a_function_of_the_batch_uses_what_is_not_among_its_arguments(plan, workers):
+    ways = ["parameter", "value", "value that is an argument in training", "module"]
+    compare(workers, OfTheBatch, [*ways, "parameter of a later stage", "module of a later stage"], plan)
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None
+
+
+class NoiseOfTheBatch(nn.Module):
+    """Noise of a Function, and what blocks make of it, which is the noise again. ``way``: what the noise is drawn by."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.drop = way, nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for block in self.blocks:
+            nn.init.eye_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        h = self.drop(self.blocks[0](x)) * 0
+        if self.way == "function":
+            noise = Noise.apply(x)
+        else:
+            noise = torch.vmap(lambda row: torch.rand_like(row), randomness="different")(x)
+        h = h + noise
+        for block in self.blocks:
+            h = block(h)
+        return SimpleNamespace(loss=(h - noise).abs().max() + (noise.max() < 0.9))
+
+
+@pytest.mark.parametrize("way", ["function", "vmap"])
+@pytest.mark.parametrize("plan", PIPELINES, ids=str)
+def test_stages_see_one_noise_of_the_batch(way, plan, workers):
+    steps = workers.run(trained_once, way, plan, ranks=2)
+    assert steps == [0.0, 0.0]
+
+
+def trained_once(way: str, plan: dict[str, Any]) -> float:
+    """The loss of a second step, when stages have drawn other numbers of dropout."""
+    x = torch.ones(ROWS, 4, WIDTH, dtype=torch.float64)
+    job = mw.parallelize(lambda: NoiseOfTheBatch(way), plan, batch=x, dtype=torch.float64)
+    job.step(x)
+    return job.step(x).item()
 
 
 class Penalty(nn.Module):

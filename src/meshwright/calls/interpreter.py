@@ -292,11 +292,11 @@ class StageInterpreter(Tracer):
         outside = [n for here, n in inputs if place(values[n].position) != here]
         return all(n in self._values and type(self._values[n]) is Tensor for n in outside)
 
-    def takes_values(
-        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def is_hiding(
+        self, code_call: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """See ``Tracer``."""
-        return transform in self.graph.hiding
+        return code_call in self.graph.hiding
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``. For a module with a backward hook torch makes a node that returns its inputs, and sets it as the

@@ -82,13 +82,13 @@ def value_in(module: nn.Module, key: str) -> Any:
 
 @dataclass
 class Frame:
-    """A call that is being traced: its path, the number of its events, checkpoints and transforms so far, its calls of each
-    module. (Transforms: those of torch.func whose arguments follow from the batch alone.)"""
+    """A call that is being traced: its path, the number of its events, checkpoints and code calls so far, its calls of each
+    module. (Code calls: of functions that run code of the model, with arguments that follow from the batch alone.)"""
 
     path: Path
     events: int = 0
     checkpoints: int = 0
-    transforms: int = 0
+    code_calls: int = 0
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -166,29 +166,21 @@ class Tracer(FunctionMode):
         if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
-        return self._as_one_event(partial(apply, function), function.__name__, function, args, kwargs)
+        return self._code_called(partial(apply, function), function.__name__, function, args, kwargs)
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a scripted function, or of a scripted module's forward: one event."""
         if self.closed or self.thread != threading.get_ident():
             return call(function, *args, **kwargs)
-        return self._as_one_event(partial(call, function), label_of(function), function, args, kwargs)
+        return self._code_called(partial(call, function), label_of(function), function, args, kwargs)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a function that ``torch.func`` transformed: one event, unless it depends on the batch alone."""
         if self.closed or self.thread != threading.get_ident():
             return call(*args, **kwargs)
-        of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors_within((args, kwargs)))
-        if of_the_batch:
-            frame = self.frames[-1]
-            transform, frame.transforms = (frame.path, frame.transforms), frame.transforms + 1
-            if not self.takes_values(transform, call, args, kwargs):
-                return call(*args, **kwargs)
-        if name == "vjp" or transforming():
-            self.untraceable(f"torch.func.{name}")
-        return self._as_one_event(call, name, call, args, kwargs, hidden=of_the_batch)
+        return self._code_called(call, name, call, args, kwargs, transform=f"torch.func.{name}")
 
-    def _as_one_event(
+    def _code_called(
         self,
         call: Callable[..., Any],
         name: str,
@@ -196,12 +188,21 @@ class Tracer(FunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        hidden: bool = False,
+        transform: str = "",
     ) -> Any:
-        """Makes a call one event; the functions that it calls are not traced. ``hidden``: see ``_called``."""
+        """Makes a call that runs code of the model one event, unless it depends on the batch alone. The functions that the code
+        calls are not traced. ``transform``: the transform of ``torch.func`` that is called, if it is one."""
+        of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors_within((args, kwargs)))
+        if of_the_batch:
+            frame = self.frames[-1]
+            code_call, frame.code_calls = (frame.path, frame.code_calls), frame.code_calls + 1
+            if not self.is_hiding(code_call, call, args, kwargs):
+                return call(*args, **kwargs)
+        if transform and (transform.endswith(".vjp") or transforming()):
+            self.untraceable(transform)
         untraced = partial(self.untraced, call)
         untraced.__name__ = name  # type: ignore[attr-defined]
-        return self._called(untraced, identity, args, kwargs, hidden=hidden)
+        return self._called(untraced, identity, args, kwargs, hidden=of_the_batch)
 
     def runs_code(self, func: Any) -> bool:
         """Whether an event runs code of the model (a Function of autograd, what ``torch.func`` transforms)."""
@@ -344,14 +345,14 @@ class Tracer(FunctionMode):
         """The error if a function takes a value that this rank does not have."""
         raise NotImplementedError
 
-    def takes_values(
-        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def is_hiding(
+        self, code_call: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a function that ``torch.func`` transformed uses parameters or values, though none is among its arguments
-        (``torch.vmap(self.layer)(x)``).
+        """Whether a function that runs code of the model uses parameters or values, though none is among its arguments
+        (``torch.vmap(self.layer)(x)``), or draws random numbers.
 
         Args:
-            transform: the path of the call that calls it, and its number there.
+            code_call: the path of the call that calls it, and its number there.
         """
         return False
 

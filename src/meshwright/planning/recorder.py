@@ -375,17 +375,18 @@ class ForwardRecorder(Tracer):
 
         return super().transformed(following, name, args, kwargs)
 
-    def takes_values(
-        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def is_hiding(
+        self, code_call: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """See ``Tracer``. Calls it to see what it uses."""
         self._within.clear()
         self._hidden.clear()
+        cost = self.cost.so_far()
         self.untraced(call, *args, **kwargs)
         hides = bool(self._hidden) or any(i in self._parameters for i in self._within)
-        if hides:
-            self.graph.hiding.add(transform)
-        return hides
+        if hides or self.cost.since(cost).draws:
+            self.graph.hiding.add(code_call)
+        return code_call in self.graph.hiding
 
     def untraceable(self, function: str) -> None:
         """See ``Tracer``."""

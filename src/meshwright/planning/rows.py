@@ -163,11 +163,11 @@ class _Finder(Tracer):
         super().__init__(slot_tensors(model, graph.carried))
         self.graph, self.rows, self.by_rows = graph, rows, set[int]()
 
-    def takes_values(
-        self, transform: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def is_hiding(
+        self, code_call: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """See ``Tracer``."""
-        return transform in self.graph.hiding
+        return code_call in self.graph.hiding
 
     def entered(self, path: Path, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.follow(path, forward.run, args, kwargs)
