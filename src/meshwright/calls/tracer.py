@@ -82,8 +82,15 @@ def value_in(module: nn.Module, key: str) -> Any:
 
 @dataclass
 class Frame:
-    """A call that is being traced: its path, the number of its events, checkpoints and code calls so far, its calls of each
-    module. (Code calls: of functions that run code of the model, with arguments that follow from the batch alone.)"""
+    """A call that is being traced.
+
+    Attributes:
+        path: its path.
+        events: how many events it has had so far; ``checkpoints``: how many checkpoints.
+        code_calls: how many times it has called a function that runs code of the model (an ``autograd.Function``, say) with
+            arguments that follow from the batch alone.
+        calls: how many times it has called each module.
+    """
 
     path: Path
     events: int = 0
@@ -162,23 +169,23 @@ class Tracer(FunctionMode):
         return self._called(func, func, args, kwargs)
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``apply`` of an ``autograd.Function`` of the model: one event."""
+        """``apply`` of an ``autograd.Function`` of the model. See ``_code_called``."""
         if self.closed or function.__module__.startswith("torch.") or self.thread != threading.get_ident():
             return apply(function, *args, **kwargs)
 
         return self._code_called(partial(apply, function), function.__name__, function, args, kwargs)
 
     def scripted(self, call: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a scripted function, or of a scripted module's forward: one event."""
+        """A call of a scripted function, or of a scripted module's forward. See ``_code_called``."""
         if self.closed or self.thread != threading.get_ident():
             return call(function, *args, **kwargs)
         return self._code_called(partial(call, function), label_of(function), function, args, kwargs)
 
     def transformed(self, call: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a function that ``torch.func`` transformed: one event, unless it depends on the batch alone."""
+        """A call of a function that ``torch.func`` transformed. See ``_code_called``."""
         if self.closed or self.thread != threading.get_ident():
             return call(*args, **kwargs)
-        return self._code_called(call, name, call, args, kwargs, transform=f"torch.func.{name}")
+        return self._code_called(call, name, call, args, kwargs, is_transform=True)
 
     def _code_called(
         self,
@@ -188,18 +195,27 @@ class Tracer(FunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        transform: str = "",
+        is_transform: bool = False,
     ) -> Any:
-        """Makes a call that runs code of the model one event, unless it depends on the batch alone. The functions that the code
-        calls are not traced. ``transform``: the transform of ``torch.func`` that is called, if it is one."""
+        """A call of a function that runs code of the model.
+
+        The call is one event, and the functions that the code calls are not traced. If all of it follows from the batch alone
+        (see ``is_hiding``), it is no event: every rank runs it.
+
+        Args:
+            call: makes the call.
+            name: the name of the function, for the event.
+            identity: see ``_called``.
+            is_transform: whether ``torch.func`` transformed the function.
+        """
         of_the_batch = not any(isinstance(t, nn.Parameter) or self.is_value(t) for t in tensors_within((args, kwargs)))
         if of_the_batch:
             frame = self.frames[-1]
             code_call, frame.code_calls = (frame.path, frame.code_calls), frame.code_calls + 1
             if not self.is_hiding(code_call, call, args, kwargs):
                 return call(*args, **kwargs)
-        if transform and (transform.endswith(".vjp") or transforming()):
-            self.untraceable(transform)
+        if is_transform and (name == "vjp" or transforming()):
+            self.untraceable(f"torch.func.{name}")
         untraced = partial(self.untraced, call)
         untraced.__name__ = name  # type: ignore[attr-defined]
         return self._called(untraced, identity, args, kwargs, hidden=of_the_batch)

@@ -383,10 +383,11 @@ class ForwardRecorder(Tracer):
         self._hidden.clear()
         cost = self.cost.so_far()
         self.untraced(call, *args, **kwargs)
-        hides = bool(self._hidden) or any(i in self._parameters for i in self._within)
-        if hides or self.cost.since(cost).draws:
+        draws = self.cost.since(cost).draws > 0
+        hides = draws or bool(self._hidden) or any(i in self._parameters for i in self._within)
+        if hides:
             self.graph.hiding.add(code_call)
-        return code_call in self.graph.hiding
+        return hides
 
     def untraceable(self, function: str) -> None:
         """See ``Tracer``."""
