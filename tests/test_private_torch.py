@@ -114,6 +114,7 @@ from meshwright.spmd.autograd_functions import (
 from meshwright.spmd.decide import ANSWERS
 from meshwright.spmd.one_process import one_process
 from meshwright.spmd.torch_functions import FACTS, aliases, functions, op_facts, written_by
+from meshwright.spmd.uncompiled import AS_PYTHON, UNCOMPILED
 from meshwright.workers import worker
 from meshwright.workers.process import GROUP_THREAD
 
@@ -133,6 +134,7 @@ USES = {
     "blame.py": "_getframe",  # of sys
     "planning/passes/styles.py": "_tp_plan",  # of transformers
     "planning/guards.py": "_getframe",  # of sys
+    "planning/loops.py": "_getframe",  # of sys
     "planning/shadow.py": "_to_copy",
     "planning/assumed.py": "_ctc_loss _local_scalar_dense _unique2 _unsafe_index",
     "prediction/accumulation.py": "_C _cdata _engine_run_backward _getframe _storage_Use_Count _use_count",
@@ -163,7 +165,7 @@ USES = {
     "watch/location.py": "_current_frames",  # of sys
     "spmd/autograd_functions.py": "_functorch",
     "spmd/patches.py": "_C _SingleLevelFunction _add_batch_dim _are_functorch_transforms_active _bind_default_args _call_custom_function_call _functorch \
-        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_",
+        _gather_flat_grad _get_total_norm _grad_decrement_nesting _grad_increment_nesting _jvp_with_argnums _ops _vjp_with_argnums _wrap_tensor_for_grad _unscale_grads_",
     "spmd/dtensor_patches.py": "_local_scalar_dense _make_shard_tensor _unsafe_view",
     "spmd/one_process.py": "_getframe",  # of sys
     "spmd/torch_functions.py": "_C _VF _nn",
@@ -712,13 +714,30 @@ def test_nothing_is_compiled_under_a_mode_of_ours_by_the_compilers_stance() -> N
     with first, second:
         function(torch.ones(2))
     assert not compilations
-    patches.UNCOMPILED.enter()  # in a thread, whose modes begin and end in any order with those of another
+    UNCOMPILED.enter()  # in a thread, whose modes begin and end in any order with those of another
     with Passing():
-        patches.UNCOMPILED.leave()
+        UNCOMPILED.leave()
         function(torch.ones(2))
     assert not compilations
     function(torch.ones(2))
     assert len(compilations) == 1
+
+
+def test_torchs_control_flow_calls_operators_of_these_names() -> None:
+    operators = {
+        "cond": ("pred", "true_fn", "false_fn", "operands"),
+        "while_loop": ("cond_fn", "body_fn", "carried_inputs", "additional_inputs"),
+        "scan": ("combine_fn", "init", "xs", "additional_inputs"),
+        "associative_scan": ("combine_fn", "xs", "additional_inputs"),
+    }
+    assert AS_PYTHON.keys() == {*operators, "map_impl"}
+    for name in AS_PYTHON:
+        operator = getattr(torch.ops.higher_order, name)
+        assert isinstance(operator, torch._ops.HigherOrderOperator) and operator.name() == name
+        if name != "map_impl":  # which takes whatever comes
+            _, *parameters = inspect.signature(type(operator).__call__).parameters
+            assert tuple(parameters[: len(operators[name])]) == operators[name]
+            assert len(inspect.signature(AS_PYTHON[name]).parameters) == len(operators[name])
 
 
 def test_whether_a_gradient_goes_through_a_tensor_is_known_within_transforms() -> None:

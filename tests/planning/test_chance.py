@@ -105,13 +105,25 @@ class Refusing(Block):
     def forward(self, x: Tensor) -> Tensor:
         if bool((x == x).any()):
             return super().forward(x)
+        return self.refuse()
+
+    def refuse(self) -> Tensor:
+        raise ValueError("nothing is equal to itself")
+
+
+class Guarded(Block):
+    """An error, too, which planning sees coming: with any other value, this is the path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x == x).any()):
+            return super().forward(x)
         raise ValueError("nothing is equal to itself")
 
 
 class Refuses(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[Block] = Refusing) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(), Refusing(), Refusing()])
+        self.blocks = nn.ModuleList([Block(), Block(), block(), block()])
         self.last = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -186,6 +198,8 @@ def test_numbers_that_decide_no_path_leave_plans_as_they_are() -> None:
 def test_units_that_another_answer_does_not_come_to_are_taken_to_be_skipped() -> None:
     recipe = mw.make_recipe(Refuses, "dp_shard=2", rows())
     assert units(recipe) == {"blocks.0", "blocks.1", "blocks.2"}
+    recipe = mw.make_recipe(lambda: Refuses(Guarded), "dp_shard=2", rows())
+    assert units(recipe) == {*(f"blocks.{i}" for i in range(4)), "last.0", "last.1"}
 
 
 def test_smallest_and_largest_numbers_and_then_as_before() -> None:

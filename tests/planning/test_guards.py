@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.planning.guards import raises_if_true
+from meshwright.planning.guards import raises_if
 from meshwright.planning.shadow import Shadow
 from meshwright.workers.pool import LocalWorkers
 
@@ -75,7 +75,7 @@ def test_other_reads_are_true(read: Any) -> None:
 
 
 def test_code_that_reads_nothing_has_no_guard() -> None:
-    assert not raises_if_true()
+    assert not raises_if(True) and not raises_if(False)
 
 
 class Guarded(nn.Module):
@@ -117,3 +117,8 @@ def test_a_guard_that_raises_in_a_step_is_an_error_of_all_ranks(workers: LocalWo
     errors = workers.run(not_finite, ranks=2, timeout=60)
     assert all("FloatingPointError: the first layer" in error for error in errors)
     assert sorted(error.partition(":")[0] for error in errors) == ["RankError", "StageError"]
+
+
+def test_what_a_model_that_checks_its_numbers_costs_is_predicted() -> None:
+    x = torch.randn(4, 4)
+    assert float(mw.predict(Guarded, (x,), "tp=2", hardware="a100-80").seconds) > 0

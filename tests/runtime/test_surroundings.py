@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -149,3 +150,19 @@ def test_a_step_without_gradients_is_refused(
         assert "torch.no_grad() or torch.inference_mode()" in error and "job.evaluate(batch)" in error
         assert [evaluated, loss] == pytest.approx(plain[layout][:1] * 2, rel=1e-12)
     assert all(g is not None and g.abs().sum() > 0 for g in results[0][3])
+
+
+def test_a_script_that_ends_with_an_error_prints_this_error_last() -> None:
+    """Python frees the job when its modules are gone already."""
+    script = """
+import torch, meshwright as mw
+batch = (torch.randn(4, 4),)
+job = mw.parallelize(lambda: torch.nn.Linear(4, 2), "dp_shard=1", batch=batch, loss=lambda output: output.sum())
+job.step(batch)
+raise ValueError("the script's own")
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].endswith("ValueError: the script's own") and "ignored" not in run.stderr, (
+        run.stderr
+    )

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.planning.guards import raises_if
+from meshwright.planning.loops import leaves_if
+
 aten = torch.ops.aten
 META = torch.device("meta")
 _SEED = torch.empty(0, device=META)
@@ -82,12 +85,15 @@ ASSUMED: dict[Any, Any] = {
     aten.item.default: _item,
     aten.is_nonzero.default: lambda x: True,
     aten.equal.default: lambda x, y: True,
+    aten.allclose.default: lambda x, y, *_, **__: True,
 }
+GIVES_BOOL = (aten.is_nonzero.default, aten.equal.default, aten.allclose.default)  # of tensors of any dtype
 READS = {  # each function under the name that a person writes
     aten._local_scalar_dense.default: "a number or a bool",
     aten.item.default: "a number or a bool",
     aten.is_nonzero.default: "a bool",
     aten.equal.default: "equal",
+    aten.allclose.default: "allclose",
     aten.nonzero.default: "nonzero, or a mask as an index",
     aten.masked_select.default: "masked_select",
     aten._unique2.default: "unique",
@@ -105,10 +111,28 @@ def _ctc_loss(log_probs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
 
 # Functions that have no meta kernel in torch: their shapes.
 NO_META: dict[Any, Any] = {aten._ctc_loss.Tensor: _ctc_loss, aten._ctc_loss.default: _ctc_loss}
-# The other answers: the opposite, if the tensor has values (it follows from the batch); False, if it has none.
+# The opposite answers to reads of tensors with values, which follow from the batch; and no positions, of any tensor.
 CONTRARY: dict[Any, Any] = {
-    aten._local_scalar_dense.default: lambda func, x: False if x.is_meta else not func(x),
-    aten.item.default: lambda func, x: False if x.is_meta else not func(x),
-    aten.is_nonzero.default: lambda func, x: False if x.is_meta else not func(x),
+    aten._local_scalar_dense.default: lambda func, x: not func(x),
+    aten.item.default: lambda func, x: not func(x),
+    aten.is_nonzero.default: lambda func, x: not func(x),
+    aten.equal.default: lambda func, x, y: not func(x, y),
+    aten.allclose.default: lambda func, x, y, *args, **kwargs: not func(x, y, *args, **kwargs),
     aten.nonzero.default: lambda func, x: x.new_empty((0, x.dim()), dtype=torch.int64),
 }
+
+_OTHER_NUMBERS = (0, 1000, -1000, 1_000_000, -1_000_000)
+
+
+def assumed_answer(func: Any, args: Any, kwargs: dict[str, Any], another: int = 0) -> Any:
+    """The assumed answer to a read: a number is one; a bool is true, or false if the model raises an error then, or leaves a
+    loop.
+
+    Args:
+        another: if it is not 0, the number of another answer to give, which ends a loop sooner or later (see ``Loops``).
+    """
+    answer = ASSUMED[func](*args, **kwargs)
+    if not isinstance(answer, bool):
+        return type(answer)(_OTHER_NUMBERS[(another - 1) % len(_OTHER_NUMBERS)]) if another else answer
+    answer = leaves_if(True) if another else not leaves_if(True)
+    return not answer if raises_if(answer) else answer

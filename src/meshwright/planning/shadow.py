@@ -2,14 +2,15 @@
 
 A tensor that is computed from parameters has a shape and no values. A tensor that is computed from the batch alone (masks,
 positions, shifted labels) has values. If the model reads a value that does not exist, one is assumed: a mask is all true, a
-number is one, a bool is true, or false if the model raises an error then (guards.py). So planning may see another path than a
-run takes. This can cost speed, not correctness: a plan is right for any path.
+number is one, a bool is true, or false if the model raises an error then (guards.py). In a loop another value is
+assumed now and then, so that the loop ends (loops.py). So planning may see another path than a run takes. This can cost speed,
+not correctness: a plan is right for any path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +22,21 @@ from meshwright.described import TensorMeta, described, from_description, tensor
 from meshwright.planning.assumed import (
     ASSUMED,
     CONTRARY,
+    GIVES_BOOL,
     INDEXED,
     META,
     NO_META,
     READS,
     SIZED,
     another_count,
+    assumed_answer,
     aten,
     is_mask,
     of_another,
     to_meta,
 )
-from meshwright.planning.guards import raises_if_true
+from meshwright.planning.guards import raises_if
+from meshwright.planning.loops import Loops
 from meshwright.planning.origins import Origins
 from meshwright.private import DispatchMode, pytree, storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
@@ -82,6 +86,14 @@ class Shadow(DispatchMode):
         self.written: set[str] = set()
         self.writes = 0
 
+    def __enter__(self) -> Any:
+        self._loops = Loops()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._loops.end()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_among((*args, *kwargs.values()))
@@ -116,8 +128,14 @@ class Shadow(DispatchMode):
             if tensors[0].is_meta:
                 self.assumed.append((READS.get(func, str(func)), model_line()))
             self.known += not tensors[0].is_meta
-            if self.contrary and (tensors[0].is_meta or tensors[0].dtype == torch.bool) and func in CONTRARY:
-                return CONTRARY[func](func, *args, **kwargs)
+            another = self._loops.another()
+            of_bool = tensors[0].dtype == torch.bool or func in GIVES_BOOL
+            if self.contrary and (tensors[0].is_meta or of_bool) and func in CONTRARY:
+                if not another:
+                    return self._contrary(func, args, kwargs)
+                another -= 1
+            if any(t.is_meta for t in tensors):
+                return self._assumed(func, args, kwargs, another)
         if not any(t.is_meta for t in tensors):
             if kind.gives_a_size:
                 self.reads += 1
@@ -128,14 +146,24 @@ class Shadow(DispatchMode):
             return out
         return self._without_values(func, args, kwargs, tensors, kind)
 
+    def _assumed(self, func: Any, args: Any, kwargs: dict[str, Any], another: int) -> Any:
+        """The assumed answer to a read. ``another``: see ``Loops``."""
+        if func not in SIZED:
+            return assumed_answer(func, args, kwargs, another)
+        self.sized += func is not aten.masked_select.default or args[1].is_meta
+        return SIZED[func](partial(self._selected_count, another=another > 0), *args, **kwargs)
+
+    def _contrary(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The opposite answer to a read."""
+        if func in SIZED or not args[0].is_meta:
+            return CONTRARY[func](func, *args, **kwargs)
+        answer = assumed_answer(func, args, kwargs)
+        if isinstance(answer, bool):
+            return answer if raises_if(not answer) else not answer
+        return type(answer)(0)
+
     def _without_values(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], kind: _Kind) -> Any:
         """The result of an op with at least one input tensor on meta."""
-        if kind.is_asked and func in SIZED:
-            self.sized += func is not aten.masked_select.default or tensors[1].is_meta
-            return SIZED[func](self._selected_count, *args, **kwargs)
-        if kind.is_asked:
-            answer = ASSUMED[func](*args, **kwargs)
-            return False if answer is True and raises_if_true() else answer
         if kind.has_no_meta:
             return NO_META[func](*args, **kwargs)
         if func is aten._to_copy.default or func is aten.to.device:
@@ -163,20 +191,28 @@ class Shadow(DispatchMode):
             return args
         self.measured += 1
         self.reads += 1
-        if not self._fewer_known and not self._empty:
+        if (not self._fewer_known and not self._empty) or self._loops.another():
             return args
         other = torch.zeros_like if self._empty else of_another
         return args[0], [other(i) if is_mask(i) else i for i in args[1]]
 
-    def _selected_count(self, mask: Tensor) -> int:
-        """How many elements a mask selects. If it has no values: all of them, or half."""
+    def _selected_count(self, mask: Tensor, another: bool) -> int:
+        """How many elements a mask selects. If it has no values: all of them, or half.
+
+        Args:
+            another: give another number, so that a loop comes to its end.
+        """
+        if mask.is_meta:
+            if self._empty is not another:
+                return 0
+            return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
+        self.measured += not self._empty
+        count = int(mask.count_nonzero())
+        if another:
+            return count
         if self._empty:
             return 0
-        if not mask.is_meta:
-            self.measured += 1
-            count = int(mask.count_nonzero())
-            return another_count(count, mask.numel()) if self._fewer_known else count
-        return (mask.numel() + 1) // 2 if self.fewer else mask.numel()
+        return another_count(count, mask.numel()) if self._fewer_known else count
 
     def _positions(self, index: Tensor | None, sizes_result: bool) -> list[Tensor | None]:
         """A mask as tensors of positions, one for each of its dims, on meta; another index unchanged, in a list.
@@ -188,7 +224,10 @@ class Shadow(DispatchMode):
             return [index]
         self.sized += index.is_meta
         self.reads += sizes_result
-        count = self._selected_count(index) if sizes_result or index.is_meta else int(index.count_nonzero())
+        if sizes_result or index.is_meta:
+            count = self._selected_count(index, self._loops.another() > 0)
+        else:
+            count = int(index.count_nonzero())
         return [torch.empty(count, dtype=torch.int64, device=META) for _ in range(index.dim())]
 
 

@@ -3,7 +3,8 @@
 a function whose tensors all have values       computes values (masks, positions, shifted labels)
 a function without tensors (``arange``)        computes values if the model calls it and the result is small
 any other function                             infers shapes only (``FakeTensorMode``)
-a read of a value that does not exist          the value is assumed, as in planning (a mask is all true, a number is one)
+a read of a value that does not exist          the value is assumed, as in planning (a mask is all true, a number is one;
+                                               another now and then in a loop, so that it ends)
 
 If a function writes something without values into a tensor, the tensor has no values from then on.
 """
@@ -24,7 +25,8 @@ from torch.distributed.tensor import DTensor
 import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
-from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, is_mask
+from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, assumed_answer, is_mask
+from meshwright.planning.loops import Loops
 from meshwright.prediction.shapes import Shapes
 from meshwright.private import (
     DEVICE,
@@ -64,6 +66,14 @@ class KnownValues(TorchDispatchMode):
         self._fake, self._shapes = fake, shapes
         self._lost_memory: set[int] = set()  # addresses of memory into which something without values was written
         self.assumed: dict[tuple[str, str], None] = {}
+
+    def __enter__(self) -> Any:
+        self._loops = Loops()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._loops.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -134,16 +144,21 @@ class KnownValues(TorchDispatchMode):
         self.assumed.setdefault((str(func), model_line(_REHEARSAL)))
         with unset_fake_temporarily():
             args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
-            out = SIZED[func](Tensor.numel, *args, **kwargs) if func in SIZED else ASSUMED[func](*args, **kwargs)
+            another = self._loops.another()
+            if func in SIZED:
+                out = SIZED[func](_none if another else Tensor.numel, *args, **kwargs)
+            else:
+                out = assumed_answer(func, args, kwargs, another)
         return pytree.tree_map_only(Tensor, self._without_values, out)
 
     def _positions(self, mask: Tensor) -> list[Tensor]:
-        """The indices at which a mask is true. If the mask has no values, it is assumed to be true everywhere."""
+        """The indices at which a mask is true. Without values it is assumed to be true everywhere; in a loop, now and then
+        nowhere."""
         if self._has_values(mask):
             with unset_fake_temporarily():
                 return list(mask.nonzero().unbind(1))
         self.assumed.setdefault(("a mask as an index", model_line(_REHEARSAL)))
-        indices = torch.empty(mask.numel(), dtype=torch.int64, device=_META)
+        indices = torch.empty(0 if self._loops.another() else mask.numel(), dtype=torch.int64, device=_META)
         return [self._without_values(indices) for _ in range(mask.dim())]
 
     def _without_values(self, t: Tensor) -> Tensor:
@@ -163,6 +178,10 @@ def _by_model() -> bool:
             return False
         frame = frame.f_back
     return frame is not None
+
+
+def _none(mask: Tensor) -> int:
+    return 0
 
 
 def _half(t: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from meshwright.replay.nodes import CallUnderMode, MoveCall
 from meshwright.replay.program import LocalProgram, is_uneven
 from meshwright.spmd import redistribute
 from meshwright.spmd.comm import Axis, Ledger, PlannedAxis
-from meshwright.spmd.patches import compiling
+from meshwright.spmd.uncompiled import compiling
 
 Function = Callable[..., tuple[Tensor, ...]]
 _NOTHING = (redistribute.CopyIn, redistribute.Release)  # their forward returns its input

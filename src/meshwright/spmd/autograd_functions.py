@@ -8,7 +8,7 @@
 None of them has a public hook. So while a forward runs, the functions through which they go are patched (``patches``).
 
 Compiled functions have the opposite problem: Dynamo traces the code of a function mode as if it were the model's, and reuses
-for one torch function what it compiled for another. While a mode of ours is on, nothing runs compiled (``FunctionMode``).
+for one torch function what it compiled for another. While a mode of ours is on, nothing runs compiled (``uncompiled``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.private import in_backward, pytree
 from meshwright.spmd import patches
+from meshwright.spmd.uncompiled import UNCOMPILED
 
 Handler = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 """(the original call, what is called, args, kwargs) → the result in its place"""
@@ -205,12 +206,12 @@ class FunctionMode(TorchFunctionMode):
         return False
 
     def __enter__(self) -> Any:
-        patches.UNCOMPILED.enter()
+        UNCOMPILED.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        patches.UNCOMPILED.leave()
+        UNCOMPILED.leave()
 
 
 Segment = Callable[..., Any]

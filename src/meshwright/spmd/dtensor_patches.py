@@ -7,6 +7,7 @@ SetterPatch    what an assignment to an attribute of a DTensor does
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -36,7 +37,7 @@ class _Counted:
         finally:
             with LOCK:
                 self._blocks -= 1
-                if not self._blocks:
+                if not self._blocks and not sys.is_finalizing():  # Python's own modules are gone then
                     end()
 
 

@@ -5,7 +5,6 @@ file replaces a part of torch.
                  replaces it, the last one puts it back. Blocks between them change what the replacement does, not torch.
     CodePatch    the code of a Python function: it also reaches callers that imported the function by its name before
     MethodPatch  a method of a class in C++
-    Stance       the compiler's stance, which is a setting of the process
     set_on       an attribute of one object of torch, for as long as the object lives; ``changed_on``: within a ``with``
 
 ``TABLE`` has a line for each patch. ``tests/spmd/test_patches.py`` compares all of torch before, during and after a forward:
@@ -15,7 +14,6 @@ what differs during the forward must be in the table, and nothing may differ aft
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -319,6 +317,14 @@ UNSCALED = Patch(
     JOB,
 )
 FLAT_GRADIENT = Patch(torch.optim.LBFGS, "_gather_flat_grad", _IN_PARTS, JOB)
+CONTROL_FLOW = Patch(
+    torch._ops.HigherOrderOperator,
+    "__call__",
+    "torch.cond and others run as the Python that they stand for (uncompiled.py)",
+)
+COMPILE = Patch(
+    torch, "compile", "the compiler is told that nothing runs compiled, once it is imported (uncompiled.py)"
+)
 RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",
@@ -375,50 +381,6 @@ class MethodPatch:
     def put(self, which: int) -> None:
         """Puts method number ``which`` in place: 0 the method itself, 1 the replacement."""
         setattr(self.owner, self.name, self.methods[which])
-
-
-class Stance:
-    """The compiler's stance, one for the process. While it is on, a compiled function runs as the plain function.
-
-    Modes of several threads begin and end in any order: the first one sets the stance, the last one resets it.
-
-    The compiler takes seconds to import. If it is not imported yet, nothing has been compiled. A forward that compiles a part
-    of itself has run in planning before.
-    """
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._stance: AbstractContextManager[None] | None = None
-
-    def enter(self) -> None:
-        with LOCK:
-            if self._stance is None and "torch._dynamo" in sys.modules:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._users += 1
-
-    def leave(self) -> None:
-        with LOCK:
-            self._users -= 1
-            if self._users == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-
-UNCOMPILED = Stance()
-
-
-def compiling() -> AbstractContextManager[None]:
-    """Within the block, compiled functions run compiled, also if ``UNCOMPILED`` is on."""
-    return torch.compiler.set_stance("default")
 
 
 class SharedPatches:

@@ -20,9 +20,9 @@ from meshwright.runtime.pipeline.transfers import Traffic
 from meshwright.runtime.weights.gradient_sync import GradientSync
 from meshwright.runtime.weights.halves import Halves
 from meshwright.schedule import SENDS, Action
-from meshwright.spmd import patches
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import SpmdMode
+from meshwright.spmd.uncompiled import UNCOMPILED
 from meshwright.switches import Switches
 from meshwright.watch.timer import CommunicationTimer
 
@@ -94,7 +94,7 @@ class Stages:
             return self._spmd.on()
         if self._halves is not None:
             return self._halves.on()
-        return patches.UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
+        return UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:

@@ -31,7 +31,7 @@ from meshwright.errors import Finding, PlanError
 from meshwright.generators import random_numbers_kept, seed_all
 from meshwright.private import DispatchMode
 from meshwright.runtime.weights.running_optimizer import is_of_torch, running_optimizer
-from meshwright.spmd.patches import UNCOMPILED
+from meshwright.spmd.uncompiled import UNCOMPILED
 
 _STEPS = 24  # steps of each twin: an optimizer may use what it estimates in one step only in later ones
 # Factors of gradients from step to step, each tried by itself: clipping acts only from some size on; learning rates that are
