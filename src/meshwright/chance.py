@@ -110,15 +110,19 @@ def drawing(way: str | int | None, model: nn.Module | None = None) -> Iterator[N
 
 
 class _TorchDraws(TorchDispatchMode):
-    """While on, torch's uniform numbers are the smallest, or the largest, of their range."""
+    """While on, torch's uniform numbers are the smallest, or the largest, of their range: those of the first calls, so that a
+    model that draws until a number fits comes to an end."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self._largest = way == LARGEST
+        self._largest, self._calls = way == LARGEST, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded not in func.tags or not isinstance(out, torch.Tensor) or out.is_meta:
+            return out
+        self._calls += 1
+        if self._calls > _SET:
             return out
         if name in ("bernoulli", "bernoulli_"):
             return out.fill_(self._largest)

@@ -189,6 +189,33 @@ def test_planning_draws_no_numbers_of_a_generator_that_a_module_holds(by: str, m
     assert [model.draw() for model in made] == [Skipping(by).draw()] * len(made)
 
 
+class Rejecting(nn.Module):
+    """Draws until a number fits, with each generator and in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        while torch.rand(()) < 0.5:
+            pass
+        while (torch.rand(4) > 0.1).all():
+            pass
+        while len({int(torch.randint(0, 9, (1,))) for _ in range(5)}) < 3:
+            pass
+        while torch.zeros(()).bernoulli_(0.5) or random.random() < 0.5:
+            pass
+        while np.random.rand() > 0.5:
+            pass
+        return self.block(x).square().mean()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+def test_a_model_that_draws_until_a_number_fits_is_planned(mesh: str) -> None:
+    assert not any("block" in note for note in mw.make_recipe(Rejecting, mesh, rows()).notes)
+
+
 def test_numbers_that_decide_no_path_leave_plans_as_they_are() -> None:
     recipe = mw.make_recipe(Noisy, "pp=2", rows())
     assert len(recipe.stages) == 2
