@@ -201,6 +201,26 @@ def test_complex_parameters_are_cast_clipped_and_compared(check: Check, mesh: st
     assert report.dtype == "float64" and report.errors["parameters"]["weight"] < 1e-12
 
 
+class WritesToItsBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.first, self.second = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.position
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "dp_shard=2"])
+def test_each_forward_gets_a_batch_of_its_own(mesh: str, workers: LocalWorkers) -> None:
+    """A model may write to it: the next forward would add the positions once more, on both sides or on one."""
+    report = mw.check(
+        WritesToItsBatch, (torch.randn(4, 3, 8),), mesh, loss=lambda out: out.square().mean(), workers=workers,
+        dtype=torch.float64,
+    )  # fmt: skip
+    assert report, report
+
+
 def test_clipping_by_the_global_norm_is_compared(check: Check) -> None:
     assert check(Small, batch(), "dp_shard=2,tp=2", loss=other_clipping).passed
 
@@ -612,7 +632,8 @@ def test_the_first_two_forwards_have_the_batch_itself_and_later_ones_its_rows_el
     case = Case(nn.Identity, given, output_loss, torch.float64, steps=3, seed=0)
     batches = case.batches()
     first, second, third, fourth = (next(batches) for _ in range(4))
-    assert second is first and torch.equal(first["ids"], given["ids"])
+    assert torch.equal(second["ids"], given["ids"]) and torch.equal(first["ids"], given["ids"])
+    assert second["ids"].untyped_storage().data_ptr() != first["ids"].untyped_storage().data_ptr()
     assert [third["ids"][:, 0].tolist(), fourth["ids"][:, 0].tolist()] == [[3, 6, 9, 3], [6, 9, 0, 3]]
     third["ids"][0, 1] = -1  # the memory of labels too
     assert third["labels"][0, 0] == -1 and tokens.equal(torch.arange(12).view(4, 3))

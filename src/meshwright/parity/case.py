@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 
 import torch
@@ -68,17 +68,13 @@ class Case:
 
     def batches(self, index: int = 0, ranks: int = 1) -> Iterator[Any]:
         """The batches of data rank ``index`` of ``ranks``, one for each forward, without an end."""
-        first = self._part(self._cast(), index, ranks)
-        if self.same or not _has_rows(first):
-            yield from repeat(first)
-        yield from repeat(first, _FIRST)
-        for forward in count(_FIRST):
+        for forward in count():
             batch = self._cast()
-            rows = rows_of(batch)
-            yield self._part(place_rows(batch, rows, row_numbers(rows, forward)), index, ranks)
+            rows = rows_of(batch) if forward >= _FIRST and not self.same and _has_rows(batch) else 0
+            yield self._part(place_rows(batch, rows, row_numbers(rows, forward)) if rows else batch, index, ranks)
 
     def _cast(self) -> Any:
-        # A copy: a model may write to its batch, and place_rows does.
+        # A copy for each forward: a model may write to its batch, and place_rows does.
         return cast(copied(self.batch), self.dtype, self.device)
 
     @staticmethod
