@@ -29,6 +29,7 @@ from meshwright.planning.branch import slots_of_two_places
 from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
+from meshwright.planning.passes.checks import refuse_lazy
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
@@ -128,6 +129,7 @@ class Planned:
         plan.check_mesh()
         batch = mapped(lambda t: t.clone() if t.is_inference() else t, batch)  # autograd saves no inference tensor
         self._model = record(build, seed=plan.seed, draw=False).module
+        refuse_lazy(self._model)
         if dtype is not None:
             from meshwright.runtime.apply import cast, cast_type
 

@@ -9,6 +9,7 @@ import sys
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 LARGE = 1 << 18  # bytes: larger storages get their own mapping
 
@@ -51,6 +52,6 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 def address_of(tensor: Tensor) -> int:
     """The address of a tensor's storage, by which storages are identified; 0 if there is none."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
         return 0
     return tensor.untyped_storage().data_ptr()

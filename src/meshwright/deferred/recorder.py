@@ -35,6 +35,10 @@ class _Cell(NamedTuple):
         return None if memory is None else storage_over(memory)
 
 
+# Classes of tensors that dispatch as plain tensors do. The last two have no values yet (``nn.LazyLinear``).
+_PLAIN = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
+
+
 class InitRecorder(TorchDispatchMode):
     """Defers large tensors while ``build()`` runs.
 
@@ -62,7 +66,7 @@ class InitRecorder(TorchDispatchMode):
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an op, or defers it, by the rules at the top of this package."""
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a subclass dispatches first; its inner ops come here again
         # In inference mode torch does not decompose composite ops, some of which copy or alias by strides.
         if torch.is_inference_mode_enabled():

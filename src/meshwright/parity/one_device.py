@@ -25,6 +25,7 @@ from meshwright.parity.facts import Facts, copies_of, copy_of
 from meshwright.parity.optimizer import MAX_NORM, sgd
 from meshwright.parity.preparation import disable_dropout, starting_value
 from meshwright.parity.widening import widened
+from meshwright.planning.passes.checks import refuse_lazy
 from meshwright.private import TorchDispatchMode, replace_tensors
 from meshwright.runtime.rows.microbatches import call_model
 from meshwright.spmd.one_process import one_process
@@ -193,6 +194,7 @@ def _model(case: Case) -> tuple[nn.Module, int]:
     """Builds the model of a case. Returns it, and the number of dropout probabilities that were set to zero."""
     seed_all(case.seed)
     model = case.build()
+    refuse_lazy(model)
     disabled = 0 if case.dropout else disable_dropout(model)
     replace_tensors(model, lambda t: cast(t, case.dtype, case.device))
     with torch.no_grad():

@@ -25,6 +25,7 @@ from meshwright.planning.passes.branches import place_branches, read_branches
 from meshwright.planning.passes.checks import (
     check_classes,
     check_hooks,
+    check_made,
     check_rows,
     check_scripted,
     check_tp,
@@ -71,8 +72,8 @@ PASSES: tuple[Callable[[Draft], Draft], ...] = (
     # 2  the program
     find_blocks, record_forward, place_branches, stop_if_wrong,
     # 3  units and shards
-    choose_units, choose_recompute, shard_over_tp, check_refused, stop_if_wrong, close_units, keep_written,
-    keep_objects, keep_changed_later,
+    choose_units, choose_recompute, shard_over_tp, check_refused, check_made, stop_if_wrong, close_units,
+    keep_written, keep_objects, keep_changed_later,
     # 4  stages
     cut_into_stages, choose_schedule, keep_units_in_stages, recompute_in_stages, tell_shared, place_buffers,
     recompute_in_branches, keep_units_in_branches, check_shared, stop_if_wrong,

@@ -20,6 +20,37 @@ def stop_if_wrong(draft: Draft) -> Draft:
     return draft
 
 
+_IN_BUILD = "in build(): model = Model(); model(sample); return model"
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises a PlanError if parameters or buffers have no shapes yet, as those of ``nn.LazyLinear``."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, t in tensors if nn.parameter.is_lazy(t)]
+    findings = Findings()
+    if lazy:
+        findings.add(
+            where=f"the model's {few(lazy)}",
+            given="lazy: without a shape until a forward has run",
+            required="a model whose parameters and buffers have shapes",
+            fix=_IN_BUILD,
+        )
+    findings.raise_if_any()
+
+
+def check_made(draft: Draft) -> Draft:
+    """A problem if a forward has made parameters: the next one would find them, unsharded and unknown to the optimizer."""
+    known = {name for first, (_, others) in draft.names.parameters.items() for name in (first, *others)}
+    made = [name for name, _ in draft.model.named_parameters(remove_duplicate=False) if name not in known]
+    finding = Finding(
+        where=f"the model's {few(made)}" if made else "",
+        given="parameters that the first forward makes",
+        required="parameters that are there before it: they are sharded then",
+        fix=f"make them in the constructor; or, {_IN_BUILD}",
+    )
+    return draft.wrong([finding] if made else [])
+
+
 def check_rows(draft: Draft) -> Draft:
     """A problem if a data rank does not get a row for each microbatch."""
     rows, ranks, microbatches = rows_of(draft.batch), draft.plan.mesh.data_size, draft.plan.microbatches or 1
