@@ -87,6 +87,8 @@ ASSUMED: dict[Any, Any] = {
     aten.equal.default: lambda x, y: True,
     aten.allclose.default: lambda x, y, *_, **__: True,
 }
+# (values of rows, their lengths, …): the lengths are on the host, wherever the values are. The size of the result follows.
+LENGTHS = (aten._pack_padded_sequence.default,)
 GIVES_BOOL = (aten.is_nonzero.default, aten.equal.default, aten.allclose.default)  # of tensors of any dtype
 READS = {  # each function under the name that a person writes
     aten._local_scalar_dense.default: "a number or a bool",

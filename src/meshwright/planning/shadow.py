@@ -24,6 +24,7 @@ from meshwright.planning.assumed import (
     CONTRARY,
     GIVES_BOOL,
     INDEXED,
+    LENGTHS,
     META,
     NO_META,
     READS,
@@ -166,6 +167,8 @@ class Shadow(DispatchMode):
         """The result of an op with at least one input tensor on meta."""
         if kind.has_no_meta:
             return NO_META[func](*args, **kwargs)
+        if func in LENGTHS and not args[1].is_meta:
+            return self._by_lengths(func, args, tensors)
         if func is aten._to_copy.default or func is aten.to.device:
             kwargs["device"] = META
         with_values = args
@@ -179,6 +182,15 @@ class Shadow(DispatchMode):
             args = (args[0], [i for of_index in positions for i in of_index], *args[2:])
         out = _by_shapes(func, args, kwargs) if kind.is_fresh else func(*args, **kwargs)
         return out if func is not aten.native_batch_norm.default else (_as_suggested(args[0], out[0]), *out[1:])
+
+    def _by_lengths(self, func: Any, args: Any, tensors: list[Tensor]) -> Any:
+        """The result of a function that reads the lengths of rows, which follow from the batch, on the host."""
+        self.reads, self.known, self.measured = self.reads + 1, self.known + 1, self.measured + 1
+        out = func(to_meta(args[0]), *args[1:])
+        if self._origins is not None:
+            self._origins.look(args[1:2])
+            self._origins.end(func, args, {}, tensors, out)
+        return out
 
     def noted(self) -> tuple[int, ...]:
         """Counters that change if an op reads a value, writes, draws, or returns a size that depends on values."""
