@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import map as torch_map
 from torch._higher_order_ops import scan, while_loop
-from torch._higher_order_ops.associative_scan import associative_scan, associative_scan_op
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.spmd.uncompiled import UNCOMPILED
+from meshwright.spmd.uncompiled import AS_PYTHON, UNCOMPILED
 from meshwright.workers.pool import LocalWorkers
 
 WIDTH, LENGTH = 8, 5
@@ -135,8 +135,7 @@ def test_a_loop_without_a_turn_returns_what_it_was_given() -> None:
 def test_an_elementwise_scan_is_a_loop(length: int) -> None:
     """torch runs it on a GPU alone."""
     x, y = batch()[:length].abs(), batch(1)[:length]
-    with UNCOMPILED.on():
-        scanned = associative_scan_op(lambda a, b, c, d: {"sum": a + c, "product": b * d}, (x, y), ())
+    scanned = AS_PYTHON["associative_scan"](lambda a, b, c, d: {"sum": a + c, "product": b * d}, (x, y), ())
     torch.testing.assert_close(scanned["sum"], x.cumsum(0))
     torch.testing.assert_close(scanned["product"], y.cumprod(0))
 

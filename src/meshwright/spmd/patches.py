@@ -321,6 +321,7 @@ CONTROL_FLOW = Patch(
     torch._ops.HigherOrderOperator,
     "__call__",
     "torch.cond and others run as the Python that they stand for (uncompiled.py)",
+    "the end of such a call",
 )
 COMPILE = Patch(
     torch, "compile", "the compiler is told that nothing runs compiled, once it is imported (uncompiled.py)"

@@ -90,6 +90,16 @@ def _as_python(call: Function) -> Function:
     return called
 
 
+def _with_control_flow_as_python(function: Function) -> Function:
+    """A function of torch's that calls an operator of its control flow."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with patches.CONTROL_FLOW.on(_as_python):  # here alone: to patch a class that has many subclasses takes long
+            return function(*args, **kwargs)
+
+    return called
+
+
 class Uncompiled:
     """One for the process. While it is on, nothing runs compiled.
 
@@ -107,7 +117,6 @@ class Uncompiled:
     def enter(self) -> None:
         with patches.LOCK:
             if self._users == 0:
-                self._patches.enter_context(patches.CONTROL_FLOW.on(_as_python))
                 self._patches.enter_context(patches.COMPILE.on(self._told))
             self._users += 1
             if "torch._dynamo" in sys.modules:
@@ -138,12 +147,14 @@ class Uncompiled:
             self._stance.__enter__()
 
     def _told(self, compile_: Function) -> Function:
-        """``torch.compile``, which tells the compiler first."""
+        """``torch.compile``, which tells the compiler first. What torch's control flow compiles runs its branches as Python."""
 
-        def compiled(*args: Any, **kwargs: Any) -> Any:
+        def compiled(model: Any = None, **kwargs: Any) -> Any:
             with patches.LOCK:
                 self._tell()
-            return compile_(*args, **kwargs)
+            if getattr(model, "__module__", "").startswith("torch._higher_order_ops."):
+                return _with_control_flow_as_python(model)
+            return compile_(model, **kwargs)
 
         return compiled
 
