@@ -97,7 +97,8 @@ def _either(t: Tensor) -> None:
 
 def _close(t: Tensor) -> None:
     before = t
-    while not torch.allclose(t, before * 0.5, atol=1e-3) or not torch.equal(t, before):
+    zeros = torch.zeros(3, 4)  # has values
+    while not torch.allclose(zeros, t, atol=1e-3) or not torch.equal(t, before):
         before, t = t, t * 0.5
 
 

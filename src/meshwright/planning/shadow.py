@@ -129,13 +129,13 @@ class Shadow(DispatchMode):
             if tensors[0].is_meta:
                 self.assumed.append((READS.get(func, str(func)), model_line()))
             self.known += not tensors[0].is_meta
-            another = self._loops.another()
+            another, without_values = self._loops.another(), any(t.is_meta for t in tensors)
             of_bool = tensors[0].dtype == torch.bool or func in GIVES_BOOL
-            if self.contrary and (tensors[0].is_meta or of_bool) and func in CONTRARY:
+            if self.contrary and (without_values or of_bool) and func in CONTRARY:
                 if not another:
-                    return self._contrary(func, args, kwargs)
+                    return self._contrary(func, args, kwargs, without_values)
                 another -= 1
-            if any(t.is_meta for t in tensors):
+            if without_values:
                 return self._assumed(func, args, kwargs, another)
         if not any(t.is_meta for t in tensors):
             if kind.gives_a_size:
@@ -154,9 +154,9 @@ class Shadow(DispatchMode):
         self.sized += func is not aten.masked_select.default or args[1].is_meta
         return SIZED[func](partial(self._selected_count, another=another > 0), *args, **kwargs)
 
-    def _contrary(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The opposite answer to a read."""
-        if func in SIZED or not args[0].is_meta:
+    def _contrary(self, func: Any, args: Any, kwargs: dict[str, Any], without_values: bool) -> Any:
+        """The opposite answer to a read. ``without_values``: of a tensor on meta."""
+        if func in SIZED or not without_values:
             return CONTRARY[func](func, *args, **kwargs)
         answer = assumed_answer(func, args, kwargs)
         if isinstance(answer, bool):
