@@ -192,6 +192,8 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
         _idiom("$linear(L, L)({0})", "{1} if bool(({0} != {0}).any()) else {0}", "{2} + 0.5 * {1}", fits=0),
         _idiom("!if not torch.isfinite({0}.detach()).all(): raise ValueError('not finite')", "torch.tanh({0})", fits=0),
         _idiom("{0} * 1.0", "!if float({0}.detach().square().mean()) >= 0: {1}.mul_($param(L))", "{1} + 0.1 * {0}", fits=0),
+        _idiom("{0} * 1.0", "$param(L)", "!turns = 0", "!while bool(({0} * 0 + turns < 3).all()): {1}, turns = torch.tanh({1}) * {2}, turns + 1", "{1} + 0.1 * {0}", fits=0),
+        _idiom("{0} * 1.0", "$linear(L, L)", "!turns = 0", "!while bool(({0} * 0 + turns < 2).all()): {1}, turns = {2}({1}).tanh(), turns + 1", "{1} + 0.1 * {0}", fits=0),
     ),
     "carried": (
         _idiom("{0} + carried.get('h', 0.0)", "$linear(L, L)({1}).tanh()", "!carried['h'] = {2}.detach()", "{2} * 1.0", ids=True),
