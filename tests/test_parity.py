@@ -28,6 +28,7 @@ from meshwright.parity.compare import differences
 from meshwright.parity.facts import Facts, copies_of
 from meshwright.parity.job import gradients_as_planned
 from meshwright.parity.optimizer import sgd
+from meshwright.parity.precision import _in_float64 as reference_in_float64
 from meshwright.parity.preparation import disable_dropout
 from meshwright.parity.widening import widened
 from meshwright.runtime.rows.loss import output_loss
@@ -373,6 +374,23 @@ def test_casts_to_float32_do_not_drown_the_comparison(check: Check) -> None:
     report = check(Casting, batch(), "dp_shard=2,tp=2")
     assert report.worst[2] < 1e-13, report
     assert any("casts to float32" in note for note in report.notes)
+
+
+def test_the_noise_of_a_model_that_casts_to_float32_has_the_steps_in_float64() -> None:
+    """Without them a long sum, which repeats round alike, was an error of the job."""
+
+    class ToFloat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x.float())
+
+    given = (torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
+    case = Case(ToFloat, given, lambda out: out.square().mean(), torch.float32, steps=2, seed=0)
+    precise = reference_in_float64(case)
+    assert precise is not None and all(g.dtype == torch.float64 for g in precise.facts.gradients.values())
 
 
 def test_widening_ends_with_the_block() -> None:

@@ -31,6 +31,7 @@ from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
 from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
+from meshwright.parity.widening import widened
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import call_model
@@ -129,7 +130,8 @@ def _trained(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
             for (p, q), move in zip(pairs, moves, strict=True):
                 q.copy_(p.to(move.dtype) * move if repeat else p)
         before = [q.detach().clone() for _, q in every]
-        loss = case.loss(call_model(low, next(batches)))
+        with widened(dtype):
+            loss = case.loss(call_model(low, next(batches)))
         with torch.no_grad():
             for (p, q), value in zip(every, before, strict=True):
                 # The forward may have written to it, also through ``.data``: a momentum teacher, say.
@@ -149,12 +151,9 @@ def _trained(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
 
 
 def _batches(case: Case, dtype: torch.dtype) -> Iterator[Any]:
-    """The batches of a case in ``dtype``. One that comes twice is one object, as a forward may leave something in it."""
-    last = low = None
+    """The batches of a case in ``dtype``."""
     for batch in case.batches():
-        if batch is not last:
-            last, low = batch, mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        yield low
+        yield mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 def _noise(p: Tensor, seed: int) -> Tensor:
