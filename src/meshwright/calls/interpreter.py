@@ -164,10 +164,15 @@ class StageInterpreter(Tracer):
             self.closed -= 1
 
     def _stand_in(self, number: int, like: Tensor) -> Tensor:
-        """This rank's tensor for a value; a ``RemoteTensor`` if this rank has none. ``like``: the recorded tensor."""
-        if number not in self._values:
-            return RemoteTensor(self.graph.like(number, like), self, number, self.device)
-        return self._values[number]
+        """This rank's tensor for a value; a placeholder if this rank has none. ``like``: the recorded tensor."""
+        return self._values[number] if number in self._values else self._placeholder(number, like)
+
+    def _placeholder(self, number: int, like: Tensor) -> Tensor:
+        """Stands for a value of another stage or branch."""
+        if like.is_nested:  # no wrapper has its shape; all that takes it runs where it is made (planning/memory.py)
+            self.name_value(like, number)
+            return like
+        return RemoteTensor(self.graph.like(number, like), self, number, self.device)
 
     def unavailable(self, number: int, function: str, line: str) -> RuntimeError:
         """See ``Tracer``."""
@@ -426,7 +431,7 @@ class StageInterpreter(Tracer):
                 return self._values.get(number, target)
             # Not this rank's tensor, whose autograd history is another.
             if number is not None and self._hooking:
-                return RemoteTensor(self.graph.like(number, t), self, number, self.device)
+                return self._placeholder(number, t)
             return t if number is None else self._stand_in(number, t)
 
         return map_within(stand_in, recorded)

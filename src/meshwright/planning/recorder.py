@@ -73,7 +73,6 @@ class ForwardRecorder(Tracer):
         self._named: dict[int, list[Tensor]] = {}  # memory → the tensors in it that are values
         self._entered: dict[Path, int] = {}  # call → how many ops had run when it began
         self._count = 0  # how many tensors are values
-        self._nested: tuple[int, str] | None = None  # the first event that makes a nested tensor, and its line
         self._on_modules: set[int] = set()  # values that attributes of modules held when a call ended
         self._older: dict[int, Any] = {}  # id → container or object that is older than the forward
         self.asked: set[int] = set()
@@ -438,8 +437,6 @@ class ForwardRecorder(Tracer):
         if strided:
             storage = storage_of(t)
             self._alive.append(storage_within(t))
-        if t.is_nested and self._nested is None:
-            self._nested = position, model_line()
         self._count += before is None
         known = None if before is None else self.graph.values[before]
         name = self._count if known is None else known.name
@@ -461,9 +458,6 @@ class ForwardRecorder(Tracer):
     def finish(self) -> None:
         """Called after the forward: completes the calls, and adds the spans that must stay in one stage."""
         graph, slot_uses = self.graph, self.slot_uses
-        if self._nested is not None:  # a stage has no placeholder of such a tensor: only the last one can make it
-            first, line = self._nested
-            graph.spans.append(Span(first, len(graph.events) - 1, f"a nested tensor ({line})"))
         graph.draws_held = drawn_from(self._generators_of_host) != self._numbers
         slots = slot_uses.tell(self.is_value)
         carried = slot_uses.memories(slots)
