@@ -16,23 +16,26 @@ from functools import lru_cache
 from types import CodeType, FrameType
 
 from meshwright.blame import OURS, TORCH
+from meshwright.spmd import uncompiled
 
-# The files between a line that reads a value and this package.
-_BETWEEN = (
-    OURS,
-    *(
-        f"{TORCH}{name}.py"
-        for name in ("_tensor", "_ops", "_compile", "_dynamo/eval_frame", "overrides", "utils/_python_dispatch")
-    ),
+# The files of torch between a line that reads a value and this package.
+_BETWEEN = tuple(
+    f"{TORCH}{name}.py"
+    for name in ("_tensor", "_ops", "_compile", "_dynamo/eval_frame", "overrides", "utils/_python_dispatch")
 )
 # What stands between the read and its jump: conversions to bool of newer Pythons.
 _CONVERTS = ("TO_BOOL", "CACHE", "EXTENDED_ARG")
 
 
+def is_of_package(code: CodeType) -> bool:
+    """Whether a function is this package's. Those that stand for torch's control flow are part of the model's forward."""
+    return code.co_filename.startswith(OURS) and code.co_filename != uncompiled.__file__
+
+
 def reading_frame() -> FrameType | None:
     """The frame of the code that reads a value right now."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame is not None and (is_of_package(frame.f_code) or frame.f_code.co_filename.startswith(_BETWEEN)):
         frame = frame.f_back
     return frame
 

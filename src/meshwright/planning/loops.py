@@ -19,27 +19,42 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
-from meshwright.blame import OURS
-from meshwright.planning.guards import after_answer, reading_frame
-from meshwright.spmd import uncompiled
+from meshwright.planning.guards import after_answer, is_of_package, reading_frame
+from meshwright.private import TorchDispatchMode
 
 IN_WHILE, IN_FOR = 8, 1000
-"""So many times a read in a ``while`` loop, or in a ``for`` loop, gets the usual answer, before it gets another one as often.
+"""A read in a ``while`` loop, or in a ``for`` loop, gets the usual answer so many times, and then another one as many times.
 Most ``for`` loops end by themselves."""
 
 
-class Loops:
-    """Counts the reads of one forward that stand in loops. Made by a context manager when it is entered: what called it is not
-    the model's."""
+class LoopsEnd(TorchDispatchMode):
+    """A mode under which a forward runs without values. While it is on, ``loops`` counts the reads."""
 
-    def __init__(self) -> None:
-        frame = sys._getframe(2)
+    loops: Loops
+
+    def __enter__(self) -> Any:
+        frame = sys._getframe(1)
         while frame.f_code.co_filename == contextlib.__file__ and frame.f_back is not None:
             frame = frame.f_back
-        self._entered = frame.f_code
-        self._asked: dict[
-            FrameType, Counter[Any]
-        ] = {}  # by the call whose loop it is; held, so that no other call is taken for it
+        self.loops = Loops(frame.f_code)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.loops.end()
+
+
+class Loops:
+    """Counts the reads of one forward that stand in loops.
+
+    Args:
+        outside: the code of the function that runs the forward: its own loops, and its callers', are not the model's.
+    """
+
+    def __init__(self, outside: CodeType) -> None:
+        self._outside = outside
+        # By the call whose loop it is. The frame is held, so that no other call is taken for it.
+        self._asked: dict[FrameType, Counter[Any]] = {}
 
     def another(self) -> int:
         """0: the read that runs right now gets the usual answer. Else the number of the other answer that it gets, from 1.
@@ -65,11 +80,10 @@ class Loops:
         self._asked.clear()
 
     def _frames(self) -> Iterator[FrameType]:
-        """The frames of the model's code, from the read outwards. The loops of ``torch.while_loop`` are the model's, too."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code is not self._entered:
-            file = frame.f_code.co_filename
-            if not file.startswith(OURS) or file == uncompiled.__file__:
+        """The frames of the model's code, from the read outwards."""
+        frame = reading_frame()
+        while frame is not None and frame.f_code is not self._outside:
+            if not is_of_package(frame.f_code):
                 yield frame
             frame = frame.f_back
 

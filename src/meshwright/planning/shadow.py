@@ -37,7 +37,7 @@ from meshwright.planning.assumed import (
     to_meta,
 )
 from meshwright.planning.guards import raises_if
-from meshwright.planning.loops import Loops
+from meshwright.planning.loops import LoopsEnd
 from meshwright.planning.origins import Origins
 from meshwright.private import DispatchMode, pytree, storage_of
 from meshwright.spmd.torch_functions import op_facts, written_by
@@ -45,7 +45,7 @@ from meshwright.spmd.torch_functions import op_facts, written_by
 Watch = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
-class Shadow(DispatchMode):
+class Shadow(LoopsEnd, DispatchMode):
     """Lets an op take meta and real tensors together (the result is on meta), and answers reads of values on meta.
 
     Args:
@@ -87,14 +87,6 @@ class Shadow(DispatchMode):
         self.written: set[str] = set()
         self.writes = 0
 
-    def __enter__(self) -> Any:
-        self._loops = Loops()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._loops.end()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_among((*args, *kwargs.values()))
@@ -129,7 +121,7 @@ class Shadow(DispatchMode):
             if tensors[0].is_meta:
                 self.assumed.append((READS.get(func, str(func)), model_line()))
             self.known += not tensors[0].is_meta
-            another, without_values = self._loops.another(), any(t.is_meta for t in tensors)
+            another, without_values = self.loops.another(), any(t.is_meta for t in tensors)
             of_bool = tensors[0].dtype == torch.bool or func in GIVES_BOOL
             if self.contrary and (without_values or of_bool) and func in CONTRARY:
                 if not another:
@@ -203,7 +195,7 @@ class Shadow(DispatchMode):
             return args
         self.measured += 1
         self.reads += 1
-        if (not self._fewer_known and not self._empty) or self._loops.another():
+        if (not self._fewer_known and not self._empty) or self.loops.another():
             return args
         other = torch.zeros_like if self._empty else of_another
         return args[0], [other(i) if is_mask(i) else i for i in args[1]]
@@ -237,7 +229,7 @@ class Shadow(DispatchMode):
         self.sized += index.is_meta
         self.reads += sizes_result
         if sizes_result or index.is_meta:
-            count = self._selected_count(index, self._loops.another() > 0)
+            count = self._selected_count(index, self.loops.another() > 0)
         else:
             count = int(index.count_nonzero())
         return [torch.empty(count, dtype=torch.int64, device=META) for _ in range(index.dim())]

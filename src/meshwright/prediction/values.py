@@ -26,13 +26,12 @@ import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
 from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, assumed_answer, is_mask
-from meshwright.planning.loops import Loops
+from meshwright.planning.loops import LoopsEnd
 from meshwright.prediction.shapes import Shapes
 from meshwright.private import (
     DEVICE,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     new_fake_tensor,
     pytree,
     storage_of,
@@ -50,7 +49,7 @@ _RUNTIME = (
 )
 
 
-class KnownValues(TorchDispatchMode):
+class KnownValues(LoopsEnd):
     """A dispatch mode that lets tensors have values within a ``FakeTensorMode``.
 
     Args:
@@ -66,14 +65,6 @@ class KnownValues(TorchDispatchMode):
         self._fake, self._shapes = fake, shapes
         self._lost_memory: set[int] = set()  # addresses of memory into which something without values was written
         self.assumed: dict[tuple[str, str], None] = {}
-
-    def __enter__(self) -> Any:
-        self._loops = Loops()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._loops.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -144,7 +135,7 @@ class KnownValues(TorchDispatchMode):
         self.assumed.setdefault((str(func), model_line(_REHEARSAL)))
         with unset_fake_temporarily():
             args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
-            another = self._loops.another()
+            another = self.loops.another()
             if func in SIZED:
                 out = SIZED[func](_none if another else Tensor.numel, *args, **kwargs)
             else:
@@ -158,7 +149,7 @@ class KnownValues(TorchDispatchMode):
             with unset_fake_temporarily():
                 return list(mask.nonzero().unbind(1))
         self.assumed.setdefault(("a mask as an index", model_line(_REHEARSAL)))
-        indices = torch.empty(0 if self._loops.another() else mask.numel(), dtype=torch.int64, device=_META)
+        indices = torch.empty(0 if self.loops.another() else mask.numel(), dtype=torch.int64, device=_META)
         return [self._without_values(indices) for _ in range(mask.dim())]
 
     def _without_values(self, t: Tensor) -> Tensor:

@@ -42,13 +42,15 @@ def check_made(draft: Draft) -> Draft:
     """A problem if a forward has made parameters: the next one would find them, unsharded and unknown to the optimizer."""
     known = {name for first, (_, others) in draft.names.parameters.items() for name in (first, *others)}
     made = [name for name, _ in draft.model.named_parameters(remove_duplicate=False) if name not in known]
+    if not made:
+        return draft
     finding = Finding(
-        where=f"the model's {few(made)}" if made else "",
+        where=f"the model's {few(made)}",
         given="parameters that the first forward makes",
         required="parameters that are there before it: they are sharded then",
         fix=f"make them in the constructor; or, {_IN_BUILD}",
     )
-    return draft.wrong([finding] if made else [])
+    return draft.wrong([finding])
 
 
 def check_rows(draft: Draft) -> Draft:
