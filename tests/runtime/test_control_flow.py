@@ -166,3 +166,10 @@ def test_control_flow_in_every_layout(flow: str, plan: str, workers: LocalWorker
         partial(Model, flow), (batch(),), PLANS[plan], loss=lambda out: out, dtype=torch.float64, workers=workers
     )
     assert report, report
+
+
+@pytest.mark.parametrize("flow", ["cond of an activation", "while", "scan"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+def test_what_control_flow_costs_is_predicted(flow: str, mesh: str) -> None:
+    prediction = mw.predict(partial(Model, flow), (batch().float(),), mesh, loss=lambda out: out, hardware="a100-80")
+    assert float(prediction.seconds) > 0

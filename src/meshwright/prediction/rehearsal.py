@@ -43,6 +43,7 @@ from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.loss_weights import SPLIT
 from meshwright.runtime.rows.microbatches import Microbatches, rows_of, rows_of_rank, split_batch, take_rows
 from meshwright.spmd.one_process import one_process
+from meshwright.spmd.uncompiled import UNCOMPILED
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -143,7 +144,8 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
         PlanError: this process is a rank of a run.
     """
     recipe = rehearsal.recipe
-    with rehearsed_world(rank, recipe.mesh.size), code_state_kept(rehearsal.planned.model):
+    # Nothing runs compiled under a dispatch mode, and torch's control flow has no rule for one of ours.
+    with rehearsed_world(rank, recipe.mesh.size), code_state_kept(rehearsal.planned.model), UNCOMPILED.on():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         job = _job(rehearsal, fake)
         return _trace(rehearsal, job, fake, steps)
