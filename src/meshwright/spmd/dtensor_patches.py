@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.private import dtensor_handlers, dtensor_placements, dtensor_redistribution
 from meshwright.spmd.patches import JOB, LOCK, TABLE, Patch, PatchEntry
@@ -93,9 +94,32 @@ class SetterPatch(_Counted):
         TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
 
     def on(self, owner: type, setter: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
-        """While on, ``t.name = value`` calls ``setter(t, value)``. Blocks that run at the same time give the same setter."""
-        attribute = property(getattr(torch.Tensor, self._name).__get__, setter)
+        """While on, ``t.name = value`` calls ``setter(t, value)``, if no function mode answers. All blocks that run at the same
+        time give the same setter."""
+        of_tensor = getattr(torch.Tensor, self._name)
+        attribute = property(of_tensor.__get__, _Setter(of_tensor.__set__, setter))
         return self._within(lambda: setattr(owner, self._name, attribute), lambda: delattr(owner, self._name))
+
+
+class _Setter:
+    """A setter that function modes take for torch's own, as they know it. It is equal to that."""
+
+    __name__ = "__set__"
+
+    def __init__(self, torch_s: Any, setter: Callable[[Any, Any], None]) -> None:
+        self._torch_s, self._setter = torch_s, setter
+
+    def __call__(self, t: Any, value: Any) -> None:
+        if has_torch_function((t,)):
+            handle_torch_function(self, (t,), t, value)
+        else:
+            self._setter(t, value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(other == self._torch_s)
+
+    def __hash__(self) -> int:
+        return hash(self._torch_s)
 
 
 READ = DTensorPatch(
