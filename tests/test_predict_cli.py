@@ -369,6 +369,14 @@ def test_where_both_are_one_rehearsal_it_is_said(file: str) -> None:
     assert "both are this rehearsal" in text
 
 
+def test_a_rank_runs_on_a_device_without_the_others(file: str) -> None:
+    given = ("dryrun", f"{file}:model", "--mesh", "tp=2", "--hardware", "h100")
+    text = meshwright(*given, "--device", "cpu").stdout
+    assert "on cpu, without other ranks" in text and "on h100-sxm, predicted" in text and "flop/s" in text
+    problem = meshwright(*given, "--device", "tpu", code=2).stderr
+    assert "1 problem" in problem and "--device cpu" in problem
+
+
 @pytest.mark.parametrize(
     ("model", "code", "what"),
     [

@@ -19,6 +19,7 @@
     workers.launch launch                      runs a function in several local processes
     parity      check, Report                  compares a plan with one device
     prediction  predict, measure, Prediction   memory and time of a step, predicted or measured
+                dry_run, DryRun                the step of any one rank, without the others
                 correct_profile, MeasuredStep, Correction   a profile, corrected by measured steps
                 compare, Difference            how much more or less one plan takes than another
                 compare_branches, Comparison   whether it pays to run branches at the same time
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from meshwright.prediction.branches.compare import compare_branches
     from meshwright.prediction.branches.comparison import Comparison
     from meshwright.prediction.difference import Difference, compare
+    from meshwright.prediction.dryrun import DryRun, dry_run
     from meshwright.prediction.learning import MeasuredStep, correct_profile
     from meshwright.prediction.predict import measure, predict
     from meshwright.prediction.result import Prediction
@@ -97,6 +99,7 @@ _HOME = {
     "check": "parity", "Report": "parity",
     "find_plans": "search.find", "SearchResult": "search.find",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
+    "dry_run": "prediction.dryrun", "DryRun": "prediction.dryrun",
     "correct_profile": "prediction.learning", "MeasuredStep": "prediction.learning", "Correction": "hardware.correction",
     "compare": "prediction.difference", "Difference": "prediction.difference",
     "record": "recording.record", "Recording": "recording.record",
@@ -113,6 +116,7 @@ __all__ = [
     "Comparison",
     "Correction",
     "Difference",
+    "DryRun",
     "Finding",
     "Job",
     "LoadResult",
@@ -142,6 +146,7 @@ __all__ = [
     "compare_branches",
     "compare_recordings",
     "correct_profile",
+    "dry_run",
     "find_plans",
     "html_of",
     "launch",

@@ -16,6 +16,7 @@ from gpu_models import Block, Decoder, itself, words
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.prediction.dryrun import dry_run
 from meshwright.runtime.rows.batch import mapped
 from meshwright.runtime.rows.microbatches import rows_of_rank
 from meshwright.workers.pool import LocalWorkers
@@ -227,3 +228,11 @@ def test_a_step_is_observed_by_the_clock_of_the_device(plan: Any, device: torch.
     assert whats[0] == "begin" and whats[-2:] == ["clip", "optimizer"]
     assert whats.count("forward") == whats.count("backward") == (1 if isinstance(plan, str) else 2)
     assert all(0 <= seconds <= length for seconds in collectives)
+
+
+@pytest.mark.parametrize(("plan", "rank"), [("dp_shard=8", 3), ("pp=2,tp=2", 3), ("dp_replicate=2", 0)], ids=str)
+def test_a_dry_run_takes_as_much_as_rehearsed(plan: str, rank: int, device: torch.device) -> None:
+    build = partial(Decoder, blocks=4, width=256)
+    run = dry_run(build, words(), plan, rank, loss=itself, hardware="h100", device=device)
+    assert run.on_device is not None and run.on_device.step_seconds > 0
+    assert run.on_device.peak == pytest.approx(run.memory.peak, rel=0.1)

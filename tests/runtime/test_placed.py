@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another class": another_class,
     "another forward": another_forward,
     "a parameter of a module that had none": lambda model: put_on(model.blocks[1]),
+    "removed": lambda model: setattr(model.blocks[0], "up", nn.Identity()),
     "parametrized": lambda model: parametrize.register_parametrization(model.blocks[0].up, "weight", Halved()),
 }
 
@@ -179,6 +181,8 @@ def test_what_is_changed_as_on_one_device_trains_so(change: str, mesh: str, work
             "was not there when the job was made",
         ),
         ("parametrized", "tp=2", "blocks.0.up.parametrizations.weight.original", "was not there when the job was made"),
+        ("removed", "dp_shard=2", "blocks.0.up.weight", "was removed or replaced since the job was made"),
+        ("removed", "pp=2", "blocks.0.up.weight", "was removed or replaced since the job was made"),
     ],
 )
 def test_what_would_be_lost_is_an_error_on_every_rank(
@@ -186,3 +190,24 @@ def test_what_would_be_lost_is_an_error_on_every_rank(
 ) -> None:
     for _, error in workers.run(over_devices, change, mesh, ranks=2):
         assert name in error and said in error
+
+
+def saved_without(mesh: str, folder: str) -> list[str]:
+    """The errors of a job from which a parameter was removed after its last step."""
+    job = mw.parallelize(lambda: Model().double(), mesh, batch=rows(0))
+    job.step(rows(0))
+    CHANGES["removed"](job.module)
+    told = []
+    for collect in (job.full_state_dict, lambda: list(job.full_gradients()), lambda: job.save(folder, step=1)):
+        try:
+            collect()
+        except (mw.PlanError, mw.CheckpointError) as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_what_is_removed_is_not_waited_for(mesh: str, workers: LocalWorkers, tmp_path: Path) -> None:
+    """One rank has it, another waits for it: a hang, if only the one noticed."""
+    for told in workers.run(saved_without, mesh, str(tmp_path), ranks=2):
+        assert len(told) == 3 and all("blocks.0.up.weight" in error for error in told), told

@@ -21,7 +21,7 @@ from meshwright.checkpoint.pieces import LocalPiece
 from meshwright.described import dense
 from meshwright.errors import Findings
 from meshwright.recipe import Slices
-from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor, named_parameters_of
 
 if TYPE_CHECKING:
     from meshwright.runtime.sharded_model import ShardedModel
@@ -100,7 +100,7 @@ class Contents:
 def of_job(model: ShardedModel) -> Contents:
     """The contents of a job on this rank. Parameters must be at rest: sharded, not gathered by FSDP2."""
     recipe, rank = model.recipe, model.rank
-    named = dict(model.module.named_parameters(remove_duplicate=False))
+    named = named_parameters_of(model.module, recipe)
     parameters = [
         LocalParameter(line.name, line.aliases, named[line.name], line.shape, recipe.held(line, rank))
         for line in recipe.parameters

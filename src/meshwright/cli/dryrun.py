@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -40,18 +41,23 @@ def dryrun(
     loss: LossOption = None,
     seq: SeqOption = None,
     ranks: RanksOption = None,
+    device: Annotated[
+        str | None, typer.Option(help="Also run the step on this device, without other ranks: cpu, cuda")
+    ] = None,
 ) -> None:
     """Rehearse the step of one rank: its peak memory, its collectives, its functions.
 
     Runs the real code of that rank on the CPU, on tensors without values, for a mesh
-    of any size. Prints the memory beside the prediction for ranks of this role. If the
-    step reads a tensor's value on the host, which makes a GPU wait, the command names
-    the model's line and exits with code 2.
+    of any size; with --device also on real tensors: its peak memory and seconds there.
+    Prints both beside the prediction. If the step reads a tensor's value on the host,
+    which makes a GPU wait, the command names the model's line and exits with code 2.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says on stderr that it begins and ends
     with processes.reported_errors():
         request = Request(
-            target, mesh, plan, set_, loss, seq, ranks, hardware=hardware, network=network, global_batch=global_batch
-        )
+            target, mesh, plan, set_, loss, seq, ranks, device, hardware=hardware, network=network,
+            global_batch=global_batch,
+        )  # fmt: skip
         subject = Subject.read(request, lambda plan, profile: check_rank(plan.mesh, rank))
         processes.print_search_notes(subject.inputs)
         from meshwright.draw.prediction import rehearsed
@@ -61,8 +67,9 @@ def dryrun(
         inputs = subject.inputs
         with without_warnings():
             run = dry_run(
-                inputs.target.build, subject.batch, inputs.plan, rank, hardware=subject.profile, loss=inputs.loss
-            )
+                inputs.target.build, subject.batch, inputs.plan, rank,
+                hardware=subject.profile, loss=inputs.loss, device=device,
+            )  # fmt: skip
         if as_json:
             print(json.dumps(run.json()))
         else:

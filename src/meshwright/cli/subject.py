@@ -89,7 +89,7 @@ class Subject:
             check(plan, named)
 
         inputs = Inputs.read(
-            replace(request, device="cpu"),
+            replace(request, device=request.device or "cpu"),
             length=LENGTH,
             rows=lambda pieces: min(DISTINCT_ROWS, global_batch or _rows(pieces)),
             check=check_plan,

@@ -106,8 +106,25 @@ def rehearsed(run: DryRun) -> RenderableType:
         *_exchanges(run),
         Text(),
         Text(f"{run.functions:,} functions in a step, {count_text(run.flops)}flop"),
+        *_on_device(run),
         *_notes(run.notes),
     )
+
+
+def _on_device(run: DryRun) -> Iterator[RenderableType]:
+    """What the step takes on a real device, beside what the rehearsal says."""
+    if (real := run.on_device) is None:
+        return
+    table = _table(("",), (f"on {run.hardware}, predicted", "measured", "error"))
+    table.add_row("peak", size_text(run.memory.peak), size_text(real.peak), _signed(run.memory.peak / real.peak - 1))
+    if real.reserved:
+        table.add_row("held by the allocator", "", size_text(real.reserved), "")
+    seconds = duration_text(run.seconds), duration_text(real.step_seconds)
+    table.add_row("a step", *seconds, _signed(run.seconds / real.step_seconds - 1))
+    rates = (f"{count_text(run.flops / of_step)}flop/s" for of_step in (run.seconds, real.step_seconds))
+    table.add_row("its rate", *rates, "")
+    yield from _titled(f"on {real.device}, without other ranks", table)
+    yield Text("collectives return at once: this rank's own work, without communication and waiting", style="dim")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

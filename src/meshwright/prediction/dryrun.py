@@ -11,12 +11,15 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+import torch
+
 from meshwright.deferred import Build
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.allocations import CPU, GPU
-from meshwright.prediction.clock import last_step
+from meshwright.prediction.clock import Clock, last_step
+from meshwright.prediction.device_run import DeviceRun, run_on_device
 from meshwright.prediction.exchanges import Exchanges, exchanges_in, without_modules
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.predict import adamw_on
@@ -26,6 +29,7 @@ from meshwright.prediction.roles import Role, roles_of
 from meshwright.prediction.trace import Op, Trace
 from meshwright.recipe import Recipe
 from meshwright.runtime.rows.loss import Loss
+from meshwright.runtime.weights.fsdp import holds_dtensors
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ class DryRun:
         functions: number of ATen functions in a step.
         flops: their floating-point operations.
         exchanges: the collectives of a step, by kind and axis.
+        seconds: of the step on the hardware, as predicted, without communication and waiting for other ranks.
         host_reads: (function, line of the model) of each read of a value on the host, which the rehearsal assumed. See
             ``check_host_reads``.
+        on_device: what the step takes on a real device, if it was run on one.
         hardware, capacity, context, mesh, notes: see ``Prediction``.
     """
 
@@ -52,9 +58,11 @@ class DryRun:
     functions: int
     flops: int
     exchanges: tuple[Exchanges, ...]
+    seconds: float
     host_reads: tuple[tuple[str, str], ...]
     hardware: str
     mesh: str
+    on_device: DeviceRun | None = None
     capacity: int = 0
     context: int = 0
     notes: tuple[str, ...] = ()
@@ -69,6 +77,7 @@ class DryRun:
             "role": {"name": self.role.name, "first_rank": self.role.rank, "count": self.role.count},
             "memory": memory_json(self.memory),
             "predicted": memory_json(self.predicted),
+            "seconds": self.seconds,
             "functions": self.functions,
             "flops": self.flops,
             "collectives": [
@@ -76,6 +85,7 @@ class DryRun:
                 for e in self.exchanges
             ],
             "host_reads": [{"function": function, "line": line} for function, line in self.host_reads],
+            "on_device": None if self.on_device is None else self.on_device.json(),
             "capacity": self.capacity,
             "context": self.context,
             "notes": list(self.notes),
@@ -92,6 +102,7 @@ def dry_run(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     max_norm: float | None = 1.0,
+    device: str | torch.device | None = None,
 ) -> DryRun:
     """Rehearses a training step of one rank: the run's own code, without values and without other ranks.
 
@@ -100,6 +111,8 @@ def dry_run(
     Args:
         rank: any rank of the plan's mesh.
         hardware: its profile says what the backend and the optimizer allocate, and how much memory a device has.
+        device: runs the step on this device, too (``run_on_device``), unless it reads values on the host: without other ranks
+            these are not the model's. None: on none.
 
     The other arguments are those of ``predict``.
 
@@ -116,16 +129,38 @@ def dry_run(
     trace = rehearse(rehearsal, rank)
     memory = _memory(trace, profile)
     predicted = memory if role.rank == rank else _memory(rehearse(rehearsal, role.rank), profile)
+    on_device = None
+    if device is not None and not trace.assumed:
+        on_device = run_on_device(rehearsal, rank, torch.device(device))
     functions = [event for _, events in last_step(trace) for event in events if isinstance(event, Op)]
     return DryRun(
-        rank, role, memory, predicted, len(functions), sum(op.flops for op in functions), _exchanges(trace, recipe),
-        trace.assumed, profile.name, str(recipe.mesh), capacity=profile.memory, context=profile.context, notes=recipe.notes,
-    )  # fmt: skip
+        rank=rank,
+        role=role,
+        memory=memory,
+        predicted=predicted,
+        functions=len(functions),
+        flops=sum(op.flops for op in functions),
+        exchanges=_exchanges(trace, recipe),
+        seconds=_own_seconds(trace, recipe, profile),
+        host_reads=trace.assumed,
+        hardware=profile.name,
+        mesh=str(recipe.mesh),
+        on_device=on_device,
+        capacity=profile.memory,
+        context=profile.context,
+        notes=recipe.notes,
+    )
 
 
 def _memory(trace: Trace, profile: Profile) -> Memory:
     """The peak memory of a trace on the hardware of a profile."""
     return memory_of(trace, CPU if profile.cores else GPU, profile.reserve)
+
+
+def _own_seconds(trace: Trace, recipe: Recipe, profile: Profile) -> float:
+    """The seconds of a step on the hardware of a profile, without communication and waiting for other ranks."""
+    phases = Clock(profile, recipe.mesh, dtensors=holds_dtensors(recipe)).phases(trace)
+    return sum(phase.spent.device.seconds + phase.spent.host.seconds for phase in phases)
 
 
 def _exchanges(trace: Trace, recipe: Recipe) -> tuple[Exchanges, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +70,30 @@ def measured_rank(
     job = make_job(build, plan.replace(verify=0, weights="drawn"), batch=batch, loss=loss)
     rows = copied(rows_of_rank(batch, job.recipe, job.rank))
     run = _Steps(job, rows, optimizer(job.parameters()), max_norm)
-    others = _bytes(_living()) - _bytes([*job.parameters(), *job.module.buffers(), *tensors_in(rows)])
+    peaks, persistent = cpu_peaks(run.step, tensors_of_job(job, rows), UNSTEADY + steps)
+    return RankMeasurement(peaks, persistent, tuple(run.timed() for _ in range(steps)))
+
+
+def tensors_of_job(job: Job, rows: Any) -> list[Tensor]:
+    """The tensors that a rank holds before its first step: parameters, buffers and its rows."""
+    return [*job.parameters(), *job.module.buffers(), *tensors_in(rows)]
+
+
+def cpu_peaks(step: Callable[[], None], held: Iterable[Tensor], steps: int) -> tuple[tuple[int, ...], int]:
+    """Runs steps on the CPU. Returns (peak bytes of each, bytes that live after the last).
+
+    Args:
+        held: the tensors of the run before its first step. Other tensors that live then are not counted.
+    """
+    others = _bytes(_living()) - _bytes(held)
     live = []  # bytes before each step, and after the last
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(UNSTEADY + steps):
+        for _ in range(steps):
             live.append(_bytes(_living()) - others)
             with record_function(_STEP):
-                run.step()
+                step()
     live.append(_bytes(_living()) - others)
-    return RankMeasurement(_peaks(profiler, live), live[-1], tuple(run.timed() for _ in range(steps)))
+    return _peaks(profiler, live), live[-1]
 
 
 class _Steps:

@@ -42,6 +42,7 @@ from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in, wit
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.loss_weights import SPLIT
 from meshwright.runtime.rows.microbatches import Microbatches, rows_of, rows_of_rank, split_batch, take_rows
+from meshwright.runtime.weights.parameters import Allocated
 from meshwright.spmd.one_process import one_process
 from meshwright.spmd.uncompiled import UNCOMPILED
 
@@ -147,36 +148,35 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
     # Nothing runs compiled under a dispatch mode, and torch's control flow has no rule for one of ours.
     with rehearsed_world(rank, recipe.mesh.size), code_state_kept(rehearsal.planned.model), UNCOMPILED.on():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        job = _job(rehearsal, fake)
+        job = job_alone(rehearsal, torch.device("cpu"), partial(_allocated_without_values, fake))
         return _trace(rehearsal, job, fake, steps)
 
 
-def _job(rehearsal: Rehearsal, fake: FakeTensorMode) -> Job:
-    """The job of this rank, with parameters without values."""
-
-    def without_values(t: Tensor, device: torch.device) -> Tensor:
-        if isinstance(t, (FakeTensor, DTensor)) and not t.is_meta:
-            return t  # a tied parameter that has been converted under its other name
-        if not t.is_meta:
-            return fake.from_tensor(t)
-        with fake:
-            return torch.empty_like(t, device=device)
-
-    groups = make_groups(rehearsal.recipe, torch.device("cpu"))
+def job_alone(rehearsal: Rehearsal, device: torch.device, allocated: Allocated) -> Job:
+    """The job of this rank, in a world without other ranks. ``allocated``: makes its tensors; nothing is filled."""
     return apply(
         rehearsal.build,
         replace(rehearsal.recipe, verify=0),  # a rehearsal has no values that could be compared
-        groups,
+        make_groups(rehearsal.recipe, device),
         loss=rehearsal.loss,
         replanner=rehearsal.planned,
         dtype=rehearsal.dtype,
-        rehearsed=without_values,
+        rehearsed=allocated,
     )
+
+
+def _allocated_without_values(fake: FakeTensorMode, t: Tensor, device: torch.device) -> Tensor:
+    if isinstance(t, (FakeTensor, DTensor)) and not t.is_meta:
+        return t  # a tied parameter that has been converted under its other name
+    if not t.is_meta:
+        return fake.from_tensor(t)
+    with fake:
+        return torch.empty_like(t, device=device)
 
 
 def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence[RehearsedStep]) -> Trace:
     """Runs steps of this rank under a ``Tracker``, and returns the trace."""
-    rows, values = _Rows(rehearsal, job.rank), KnownValues(fake, rehearsal.shapes)
+    rows, values = RankRows(rehearsal, job.rank), KnownValues(fake, rehearsal.shapes)
     # Rows that have values are recorded with them, since the model may branch on them.
     modes = (fake, values) if rows.without_values(fake) else ()
     with one_process(), ExitStack() as recording:
@@ -193,10 +193,10 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
         for number, step in enumerate(steps):
             tracker.begin(f"step {number}")
             if step.batch is not None:
-                rows = _Rows(replace(rehearsal, batch=step.batch), job.rank)
+                rows = RankRows(replace(rehearsal, batch=step.batch), job.rank)
                 rows.without_values(fake)
                 tracker.mark_persistent({"batch": rows.between_steps})
-            _losses(rehearsal, job, rows.microbatches(step.most))
+            run_microbatches(rehearsal, job, rows.microbatches(step.most))
             _update(rehearsal, job, optimizer if step.updated else None, tracker)
         with tracker.paused():
             edges = job.runner.executor.edges(rows.microbatches().batches)
@@ -204,7 +204,7 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
         return replace(tracker.close(), assumed=tuple(values.assumed), edges=edges, ran_whole=ran_whole)
 
 
-class _Rows:
+class RankRows:
     """The rows of the batch on one rank, divided into microbatches as ``Division`` divides them.
 
     A rehearsal does not try how rows combine into the loss. If the plan does not say it, the rows are split.
@@ -243,7 +243,7 @@ class _Rows:
         return Microbatches(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def _losses(rehearsal: Rehearsal, job: Job, microbatches: Microbatches) -> None:
+def run_microbatches(rehearsal: Rehearsal, job: Job, microbatches: Microbatches) -> None:
     """Runs forwards and backwards as ``Job.step`` does after its trial of rows. Frees the microbatches at its end."""
     with one_process():
         job.runner.sharded_model.reshard()

@@ -18,7 +18,7 @@ from meshwright.calls.structure import buffer_places
 from meshwright.described import Layout, dense, in_layout, layout_of
 from meshwright.recipe import ParameterRecipe, Recipe, place_slices
 from meshwright.runtime.groups import Groups, as_bytes
-from meshwright.runtime.weights.parameters import local_tensor
+from meshwright.runtime.weights.parameters import local_tensor, named_parameters_of
 
 
 def gather_whole(line: ParameterRecipe, local: Tensor, recipe: Recipe, groups: Groups) -> Tensor | None:
@@ -143,9 +143,10 @@ def full_tensors(
             that holds the parameter.
 
     Raises:
+        PlanError: on all ranks, if a parameter is no longer in the model.
         RuntimeError: on all ranks, if a rank's tensor has another shape than its share.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named = named_parameters_of(model, recipe)
     for line in recipe.parameters:
         picked = pick(named[line.name]) if recipe.holds(line, groups.rank) else None
         # A receiver expects the size of the rank's share. Sending more or less than that ends a process.

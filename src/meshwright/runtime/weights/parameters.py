@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import Finding, Findings
 from meshwright.layout import Shard
 from meshwright.private import replace_tensors
 from meshwright.recipe import ParameterRecipe, Recipe, take_slices
@@ -66,6 +67,29 @@ class CurrentParameters:
         slots = map(self._slots.__getitem__, names)
         candidates = ((module._parameters.get(key), module, key) for module, key in slots)
         return [getattr(module, key) if p is None else p for p, module, key in candidates]
+
+
+def named_parameters_of(model: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
+    """Every parameter of a job, by each of its names.
+
+    Raises:
+        PlanError: with each that is no longer in the model. Alike on all ranks, which have the same modules.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    findings = Findings("this model")
+    findings.extend([removed(line) for line in recipe.parameters if line.name not in named])
+    findings.raise_if_any()
+    return named
+
+
+def removed(line: ParameterRecipe) -> Finding:
+    """A finding: a parameter that was there when the job was made is gone."""
+    return Finding(
+        where=line.name,
+        given="no such parameter: it, or a module around it, was removed or replaced since the job was made",
+        required="the parameters that were planned: they are reduced, compared and saved",
+        fix="remove it before parallelize; or keep it, and let the forward pass it by",
+    )
 
 
 def attributes_of(model: nn.Module) -> Attributes:

@@ -4,6 +4,7 @@ A person may write to parameters between steps (``p.mul_``, ``p.data = …``, ``
 lost without an error, so ``check`` finds them:
 
     a parameter is replaced        FSDP2 goes on with its own; nobody reduces the gradient of a new one
+    a parameter is removed         ranks would wait for it when they compare or save
     a module's class is changed    its calls are wrapped, and go to the old class's forward
     a module's forward is changed  in a model in parts: stages and branches run the recorded parts of the old one
 """
@@ -21,7 +22,7 @@ from meshwright.errors import Finding, Findings
 from meshwright.private import any_backward_hooks, raw_local, raw_locals
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import needs_fsdp
-from meshwright.runtime.weights.parameters import parameter_slots
+from meshwright.runtime.weights.parameters import parameter_slots, removed
 
 
 class PlacedModel:
@@ -59,8 +60,11 @@ class PlacedModel:
         self.token = None if self._by_fsdp else object()
 
     def check(self) -> None:
-        """Raises PlanError with every parameter that was replaced, and every module whose class or forward was changed. Called
-        between steps, when no unit is gathered."""
+        """Called between steps, when no unit is gathered.
+
+        Raises:
+            PlanError: with every parameter that was replaced or removed, and every module whose class or forward was changed.
+        """
         same_parameters = self._children == self._children_then and _contents(self._tables) == self._tables_then
         if (
             same_parameters
@@ -75,6 +79,8 @@ class PlacedModel:
             before = self._tables_by_id.get(id(module._parameters), {}).get(key)
             if (finding := self._finding(name, before, p)) is not None:
                 findings.extend([finding])
+        names = {name for name, *_ in parameter_slots(self._model)}
+        findings.extend([removed(line) for line in self._recipe.parameters if line.name not in names])
         classes = {id(m): cls for m, cls in zip(self._all_modules, self._classes, strict=True)}
         for name, module in self._model.named_modules():
             if (cls := classes.get(id(module), type(module))) is not type(module):
