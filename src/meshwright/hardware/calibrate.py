@@ -216,8 +216,8 @@ def _streams(sizes: Sequence[int]) -> Calls:
 
 
 def _slower(meter: Meter, computes: Mapping[str, Any], moves: Mapping[str, Any]) -> dict[str, float]:
-    """Function of ``hardware.functions`` → its seconds / those of a copy of as many bytes, or of a product of as many
-    operations if it is a convolution; at least 1.
+    """Function of ``hardware.functions`` → its seconds / those of a copy of as many bytes, at least 1; of a convolution, /
+    those of a product of as many operations: another library computes it, which may be faster.
 
     Args:
         computes, moves: the fields of the profile for flops and for bytes.
@@ -231,12 +231,12 @@ def _slower(meter: Meter, computes: Mapping[str, Any], moves: Mapping[str, Any])
         call, result = _with_copies(function, arguments), function(*arguments)
         if name in CONVOLUTIONS:
             flops = convolution_flops(name)
-            like = flops / (computes["peak"]["float32"] * rate.at(flops))
+            like, least = flops / (computes["peak"]["float32"] * rate.at(flops)), 0.01
         else:
             tensors = (*arguments, *(result if isinstance(result, tuple) else (result,)))
             moved = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-            like = moved / (bandwidth * streaming.at(moved))
-        factors[name] = max(1.0, round((meter.seconds(call) - meter.host) / like, 2))
+            like, least = moved / (bandwidth * streaming.at(moved)), 1.0
+        factors[name] = max(least, round((meter.seconds(call) - meter.host) / like, 2))
     return factors
 
 

@@ -2,8 +2,9 @@
 that times it.
 
 Most functions move bytes as fast as a copy does. The functions in this file compute more for each element (``exp``), reduce
-(``mean``), look up rows, or draw random numbers; convolutions are products of matrices, and do more besides. `Profile.slower`
-says how many times as long they take. A trace has the name of such a function as its kind of work.
+(``mean``), look up rows, or draw random numbers. Convolutions are products of matrices, and do more besides; but another
+library computes them, which may be faster. `Profile.slower` says how many times as long they take. A trace has the name of such
+a function as its kind of work.
 """
 
 from __future__ import annotations
