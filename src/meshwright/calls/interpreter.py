@@ -8,13 +8,15 @@ in the order of the program, on every rank of the place around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from meshwright.blame import model_line
 from meshwright.calls import path_errors
@@ -32,6 +34,7 @@ from meshwright.calls.tracer import Tracer
 from meshwright.calls.values import StageValues
 from meshwright.described import map_within, tensors_within
 from meshwright.graph import ROOT, Call, Change, Event, Path, Segment, spelled
+from meshwright.private import function_mode_at, function_modes
 from meshwright.spmd.torch_functions import SET_DATA, is_fact, label_of, target_of
 
 
@@ -236,7 +239,8 @@ class StageInterpreter(Tracer):
         self._inner_place = place if self.program.hides.get(path, True) else 0
         self._hidden = 0
         try:
-            result = self._runner.run(place, forward.run, args, kwargs)
+            with self._off() if self._only_calls() else nullcontext():
+                result = self._runner.run(place, forward.run, args, kwargs)
         except Exception as error:
             if not self._runner.failed(place, error):
                 raise
@@ -248,6 +252,32 @@ class StageInterpreter(Tracer):
             self._inner_place = 0
         self._results.add_changes(self, call, (args, kwargs), batch_tensors)
         return self._results.of_call(self, call, as_new_tensors(self, result, (args, kwargs), call.outputs), place)
+
+    def _only_calls(self) -> bool:
+        """Whether this is the only function mode, and only calls the functions of the untraced call that begins. Not over tp,
+        whose mode knows this one (replay/replayed.py)."""
+        return self.may_be_passed() and function_modes() == 1 and function_mode_at(0) is self
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        """A context in which this mode is off: in Python it takes some µs for each function."""
+        TorchFunctionMode.__exit__(
+            self, None, None, None
+        )  # (compiled code stays off, which a ``FunctionMode`` would turn on)
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
+            TorchFunctionMode.__enter__(self)
+
+    def unseen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See ``Tracer``."""
+        args, kwargs = map_within(self._inner_tensor_of, (args, kwargs))
+        placeholders = (t for t in tensors_within((args, kwargs)) if isinstance(t, Placeholder))
+        if (missing := next(placeholders, None)) is not None:
+            raise self.unavailable(missing._mw_value[1], label_of(func), model_line())
+        return func(*args, **kwargs)
 
     def _run_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model's own forward. Returns the values that other stages take, or on the last stage the model's output."""

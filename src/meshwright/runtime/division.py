@@ -225,7 +225,8 @@ class Division:
             batches,
             self._counter,
             self._copies,
-            groups=self._runner.groups,
+            # Ranks of one copy of the model have the same rows: each knows all of them.
+            groups=self._runner.groups if data > 1 else None,
             way=way,
             timer=self._runner.waiting,
             stand_in=row,

@@ -119,7 +119,8 @@ class Steps:
             raise PlanError([_NO_GRADIENTS], "this call")
         self.count += backward
         errors_end_the_job = self._end.within(self.number, PlanError, ReplicaError)
-        with self._runner.stages.phase("step"), errors_end_the_job, one_process(), _without_inference_mode():
+        stages = self._runner.stages
+        with stages.phase("step"), errors_end_the_job, one_process(), stages.uncompiled(), _without_inference_mode():
             return self._run(batch, backward=backward)
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:

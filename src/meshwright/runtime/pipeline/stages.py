@@ -94,7 +94,13 @@ class Stages:
             return self._spmd.on()
         if self._halves is not None:
             return self._halves.on()
-        return UNCOMPILED.on() if self.recipe.in_parts else nullcontext()
+        return self.uncompiled()
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """A context in which nothing of the model runs compiled, if it runs under modes. Around a whole step it takes its time
+        once, and not for each mode of each microbatch."""
+        has_modes = self._spmd is not None or self._halves is not None or self.recipe.in_parts
+        return UNCOMPILED.on() if has_modes else nullcontext()
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
