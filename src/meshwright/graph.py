@@ -276,6 +276,8 @@ class ModelGraph:
             use parameters or values though none is among their arguments, or draw random numbers there.
         differentiated: position of an event in which the forward itself computes gradients → the values with respect to which
             it does; None if there are other inputs too.
+        hook_nodes: (first, last position) of the events of each node that torch makes for a module with backward hooks: a
+            ``view_as`` for each tensor that goes into the module, or comes out of it.
         own_backwards: whether the model's own functions (``autograd.Function``) compute gradients; they may return none.
         cuts: the positions at which stages begin, from the second on; None if there is no cut for which each stage has the
             parameters that it uses.
@@ -314,6 +316,7 @@ class ModelGraph:
     segments: dict[Segment, tuple[int, int]] = field(default_factory=dict)
     hiding: set[Segment] = field(default_factory=set)
     differentiated: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
+    hook_nodes: list[tuple[int, int]] = field(default_factory=list)
     own_backwards: bool = False
     cuts: tuple[int, ...] | None = None
 
@@ -410,6 +413,11 @@ class ModelGraph:
             for n in numbers:
                 takers.setdefault(n, []).append(position)
         return takers
+
+    def with_hook_nodes(self, call: Call) -> tuple[int, int]:
+        """(first, last position) of the events of a call, and of the nodes beside it for its module's backward hooks."""
+        first_of, last_of = {last: first for first, last in self.hook_nodes}, dict(self.hook_nodes)
+        return first_of.get(call.start - 1, call.start), last_of.get(call.stop, call.stop - 1)
 
     @cached_property
     def may_lack_gradients(self) -> bool:

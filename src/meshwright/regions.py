@@ -203,11 +203,15 @@ def place_events(graph: ModelGraph, placed: PlacesOfCalls, places: Submeshes) ->
     event_places = [0] * len(graph.events)
     fixed = [False] * len(graph.events)
     calls: dict[str, int] = {}
+    for node in graph.hook_nodes:  # one node of autograd, which is not divided
+        for p in range(node[0], node[1] + 1):
+            fixed[p] = True
     for call in sorted(graph.calls.values(), key=lambda c: (c.start, -c.stop)):
         if call.module in placed:
             turns, turn = placed[call.module], calls.get(call.module, 0)
             calls[call.module] = turn + 1
-            for p in range(call.start, call.stop):
+            first, last = graph.with_hook_nodes(call)
+            for p in range(first, last + 1):
                 event_places[p], fixed[p] = turns[min(turn, len(turns) - 1)], True
     value_place: dict[int, int] = {}
     joins_before: dict[int, int] = {}  # value → at least so many joins come before it

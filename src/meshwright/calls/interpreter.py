@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from meshwright.calls.results import Results, as_new_tensors, batch_tensors_of
 from meshwright.calls.stage import OPEN, STUB, StageProgram
 from meshwright.calls.structure import map_tensors, put_tensors, tensors_of
 from meshwright.calls.stub import stub
-from meshwright.calls.tracer import Tracer
+from meshwright.calls.tracer import Tracer, is_hook_node
 from meshwright.calls.values import StageValues
 from meshwright.described import map_within, tensors_within
 from meshwright.graph import ROOT, Call, Change, Event, Path, Segment, spelled
@@ -144,6 +145,10 @@ class StageInterpreter(Tracer):
             return t
         in_branch = self._values.awaited_branch_tensor(number, place)
         return self._values.get(number, t) if in_branch is None else in_branch
+
+    def place_of(self, number: int) -> int:
+        """See ``Tracer``."""
+        return self.program.place(self.graph.values[number].position)
 
     def wait_for(self, number: int) -> None:
         """See ``Tracer``."""
@@ -334,13 +339,26 @@ class StageInterpreter(Tracer):
         return code_call in self.graph.hiding
 
     def custom(self, apply: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``. For a module with a backward hook torch makes a node that returns its inputs, and sets it as the
-        autograd history of the tensors that it returns."""
-        before, self._hooking = self._hooking, function.__name__ == "BackwardHookFunction"
-        try:
+        """See ``Tracer``.
+
+        For a module with backward hooks torch makes a node of autograd that returns its inputs, and makes the tensors that it
+        returns by ``view_as``: an event for each. These run here first, and the node gets their results: a gradient that leaves
+        it then goes to this rank's tensors, and not to what stands for them.
+        """
+        if not is_hook_node(function) or self.closed or self.thread != get_ident():
             return super().custom(apply, function, args, kwargs)
+        before, self._hooking = self._hooking, True
+        try:
+            views = [t.view_as(t) for t in args]
+            result = self.untraced(apply, function, *views)
         finally:
             self._hooking = before
+        for view, t in zip(views, tensors_of(result), strict=True):
+            number = self.number(view)
+            if number is not None and not isinstance(t, Placeholder):
+                position = self.graph.values[number].position
+                self._results.add(self, t, number, position, self.program.place(position))
+        return result
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -482,6 +500,8 @@ class StageInterpreter(Tracer):
 
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See ``Tracer``."""
+        if self._hooking and func is Tensor.view_as and isinstance(args[0], Placeholder):
+            return RemoteTensor(args[0], self, args[0]._mw_value[1], self.device)  # torch sets its history
         foreign = not _ORDINARY.issuperset(types) and any(issubclass(t, Placeholder) for t in types)
         # (After a read, tensors of this rank's branches stand in the model's variables where the trunk has joined values.)
         replaced = self._stale or foreign or (self._unrecorded and bool(self.program.forks_and_joins))

@@ -103,6 +103,12 @@ def wait_for(t: Tensor) -> None:
         tracer.wait_for(number)
 
 
+def place_of(t: Tensor) -> int | None:
+    """The place in which a value was made; None for a tensor that is none."""
+    tracer, number = _traced(t)
+    return None if tracer is None or number is None else tracer.place_of(number)
+
+
 def note_replaced(before: Tensor, now: Tensor) -> None:
     """Tells the tracer that code outside the model has replaced a tensor, and that the model goes on with the new one."""
     tracer, number = _traced(before)

@@ -50,6 +50,11 @@ _MIRRORED = {
 } | {Tensor.__lt__: Tensor.__gt__, Tensor.__le__: Tensor.__ge__}
 
 
+def is_hook_node(function: Any) -> bool:
+    """Whether an ``autograd.Function`` is torch's own, whose node runs the backward hooks of a module."""
+    return bool(function.__name__ == "BackwardHookFunction")
+
+
 def memory_of(t: Tensor) -> int:
     """A number for the memory of a plain tensor, equal for tensors that share it; 0 for a tensor without memory of its own."""
     return storage_of(t) if type(t) is Tensor and t.layout is torch.strided else 0
@@ -351,6 +356,10 @@ class Tracer(FunctionMode):
 
     def wait_for(self, number: int) -> None:
         """Code outside the model is about to read a value."""
+
+    def place_of(self, number: int) -> int:
+        """The number of the submesh in which a value was made; 0 is the trunk."""
+        return 0
 
     def replaced(self, number: int, now: Tensor) -> None:
         """Code outside the model has replaced the tensor of a value by ``now``."""

@@ -67,7 +67,8 @@ def _divided(model: nn.Module, places: tuple[Submesh, ...], graph: ModelGraph) -
     """The places, with ``splits`` set: whether each data rank of a place runs only some of the rows."""
     around = {p.parent for p in places}
     return tuple(
-        replace(p, splits=p.data > 1 and number not in around and rows_apart(model, p, graph))
+        # (A node for backward hooks gives whole tensors.)
+        replace(p, splits=p.data > 1 and number not in around and not graph.hook_nodes and rows_apart(model, p, graph))
         for number, p in enumerate(places, 1)
     )
 

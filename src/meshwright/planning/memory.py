@@ -255,15 +255,11 @@ def _other_way(graph: ModelGraph, following: ModelGraph, path: Path, slots: Sequ
 def told_in_backward(model: nn.Module, graph: ModelGraph) -> None:
     """Adds a span for each call of a module with backward hooks, so that it is not cut: such a hook runs when the backward
     reaches the module, and reads state that the module's forward left."""
+    # A node for the inputs of a module, and one for its outputs, beside its call. Neither may be cut: it has one backward.
+    graph.spans += [_span(graph, [*node], "a backward hook") for node in graph.hook_nodes if node[0] < node[1]]
     for call in graph.calls.values():
         if call.path != ROOT and has_backward_hooks(model.get_submodule(call.module)):
-            inside = [call.start, call.stop - 1]
-            # Torch's own ``view_as``, by which it sees the backward reach the module.
-            for beside in (call.start - 1, call.stop):
-                event = graph.events[beside] if 0 <= beside < len(graph.events) else None
-                if event is not None and (event.path, event.function) == (call.path[:-1], "view_as"):
-                    inside.append(beside)
-            span = _span(graph, inside, f"{call.module} has a backward hook")
+            span = _span(graph, [*graph.with_hook_nodes(call)], f"{call.module} has a backward hook")
             graph.spans += [span] if span.first < span.last else []
 
 

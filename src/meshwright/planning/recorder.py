@@ -15,7 +15,7 @@ from meshwright.blame import model_line, variables_below
 from meshwright.calls.changes import Holders, holders_in
 from meshwright.calls.hook import Forward
 from meshwright.calls.structure import copied_structure, holds_code, map_tensors, tensors_of
-from meshwright.calls.tracer import Slot, Tracer, memory_of, slot_tensors
+from meshwright.calls.tracer import Slot, Tracer, is_hook_node, memory_of, slot_tensors
 from meshwright.chance import drawn_from, host_drawn, host_generators
 from meshwright.described import tensors_within
 from meshwright.errors import PlanError
@@ -335,6 +335,8 @@ class ForwardRecorder(Tracer):
         (an example is ``view_as`` within torch's own Function for backward hooks of modules)."""
         position = len(self.graph.events)
         result = super().custom(apply, function, args, kwargs)
+        if is_hook_node(function) and position < len(self.graph.events):
+            self.graph.hook_nodes.append((position, len(self.graph.events) - 1))
         of_the_model = not function.__module__.startswith("torch.")
         self.graph.own_backwards |= of_the_model
         if of_the_model and position < len(self.graph.events):

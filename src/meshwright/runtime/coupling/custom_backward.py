@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.blame import model_line
-from meshwright.calls.placeholder import Placeholder
+from meshwright.calls.placeholder import Placeholder, place_of
 from meshwright.private import backward_hooks, has_backward_hooks, pytree, without_modes
 from meshwright.spmd.autograd_functions import FunctionMode, custom_functions, no_backward_within, transforming
 
@@ -211,6 +211,8 @@ def _try_backward(
     results: list[BackwardResults], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]
 ) -> None:
     """Adds the results of a backward for invented gradients of these values. Adds nothing if the backward fails."""
+    if len({place_of(t) for t in values} - {None}) > 1:
+        return  # some ranks have values of a branch, and others do not; all must try, or none, as it may be a collective
     if any(isinstance(t, Placeholder) or t.is_meta for t in values):
         return  # other ranks have the values, or the parameters from which they are computed
     with without_modes(), torch.no_grad():  # a stage traces the model's functions, and these are not the model's
