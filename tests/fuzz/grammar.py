@@ -899,6 +899,21 @@ def value_hook(b: Builder) -> None:
     b.hooked_views += [b.get(x)] if b.get(x)._base is not None else []
 
 
+MODULE_HOOKS = [
+    "register_full_backward_hook(lambda m, into, of: tuple(None if g is None else g * 0.5 for g in into))",
+    "register_full_backward_hook(lambda m, into, of: None)",
+    "register_full_backward_pre_hook(lambda m, of: tuple(None if g is None else g.tanh() for g in of))",
+]
+
+
+@operation("module hooks", 1)
+def module_hook(b: Builder) -> None:
+    """Backward hooks of a module: torch makes a node of autograd of all tensors that it takes, and of all that it gives."""
+    name = b.pick(n for n, m in b.module.named_modules() if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict)))
+    path = re.sub(r"[.]([0-9]+)", r"[\1]", name)
+    b.set_up("", f"self.{path}.{b.pick(MODULE_HOOKS)}")
+
+
 @operation("gradients", 1)
 def own_backward(b: Builder) -> None:
     kind = b.pick(["Levelled", "DoubledOfNorm"])

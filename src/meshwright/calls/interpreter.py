@@ -55,7 +55,7 @@ class StageInterpreter(Tracer):
         _crossings     forks and joins still to come (calls/crossings.py); all before the current position are done.
         _started       (position, call, handle) of blocks that run concurrently: each must end before its position.
         _grad          whether gradients were enabled before the forward. It never changes.
-        _open_units    how many units of FSDP are open: the forward does not stop within one.
+        _open_units    how many units of FSDP, or nodes for backward hooks, are open: the forward does not stop within one.
         _replacements  tensors that hooks passed to modules in place of values, by id: within the module, each is used as it is.
         _inner_place   the branch in which untraced code of the model runs that takes values beside its arguments (from a
                        closure, from before a read), or that may do so; 0 otherwise.
@@ -348,11 +348,13 @@ class StageInterpreter(Tracer):
         if not is_hook_node(function) or self.closed or self.thread != get_ident():
             return super().custom(apply, function, args, kwargs)
         before, self._hooking = self._hooking, True
+        self._open_units += 1  # the values exist before the node does
         try:
             views = [t.view_as(t) for t in args]
             result = self.untraced(apply, function, *views)
         finally:
             self._hooking = before
+            self._open_units -= 1
         for view, t in zip(views, tensors_of(result), strict=True):
             number = self.number(view)
             if number is not None and not isinstance(t, Placeholder):
@@ -489,6 +491,8 @@ class StageInterpreter(Tracer):
         x = args[0] if args else None
         if self._values.waits and func in _READS_MEMORY and (number := self.number(args[0])) is not None:
             self.wait_for(number)
+        if func == _REQUIRES_GRAD and self._stale and (number := self.number(args[0])) is not None:
+            return self.graph.values[number].requires_grad  # another stage may have written to it
         if func == _DEVICE and isinstance(x, nn.Parameter) and x.is_meta:
             return self.device  # a parameter of another stage: the model makes a tensor on its device
         if func == SET_DATA and isinstance(x, nn.Parameter):
@@ -530,5 +534,6 @@ class StageInterpreter(Tracer):
 
 _ORDINARY = frozenset([Tensor, nn.Parameter])
 _DEVICE = Tensor.device.__get__
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 # Facts for which the memory of a value must be filled.
 _READS_MEMORY = frozenset([Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage])

@@ -133,11 +133,11 @@ class _Functions(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.register_hook and not transforming():
+        if func is Tensor.register_hook:
             self._try_hook(*args, **kwargs)
         result = func(*args, **kwargs)
         scales_by_frequency = func in _EMBEDDINGS and (kwargs.get("scale_grad_by_freq") or any(args[3:4]))
-        if scales_by_frequency and not transforming():
+        if scales_by_frequency:
             # A mean is tried in place of this backward: it depends on all rows, too.
             self._try_backward(_tensors(result), lambda gradients: [g.mean() for g in gradients])
         return result
@@ -155,7 +155,7 @@ _EMBEDDINGS = (torch.embedding, torch.embedding_bag)
 def _try_function(try_backward: Try, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
     result = apply(function, *args, **kwargs)
     values = _tensors(result)
-    if values and not function.__module__.startswith("torch.") and not transforming():
+    if values and not function.__module__.startswith("torch."):
         try_backward(values, partial(_backward_of, partial(apply, function), args, kwargs))
     return result
 
@@ -211,6 +211,8 @@ def _try_backward(
     results: list[BackwardResults], values: Sequence[Tensor], backward: Callable[[list[Tensor]], Gradients]
 ) -> None:
     """Adds the results of a backward for invented gradients of these values. Adds nothing if the backward fails."""
+    if transforming():
+        return  # the values, and what follows from them, end with the transform
     if len({place_of(t) for t in values} - {None}) > 1:
         return  # some ranks have values of a branch, and others do not; all must try, or none, as it may be a collective
     if any(isinstance(t, Placeholder) or t.is_meta for t in values):
