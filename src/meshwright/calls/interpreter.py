@@ -259,9 +259,10 @@ class StageInterpreter(Tracer):
         return self._results.of_call(self, call, as_new_tensors(self, result, (args, kwargs), call.outputs), place)
 
     def _only_calls(self) -> bool:
-        """Whether this is the only function mode, and only calls the functions of the untraced call that begins. Not over tp,
-        whose mode knows this one (replay/replayed.py)."""
-        return self.may_be_passed() and function_modes() == 1 and function_mode_at(0) is self
+        """Whether this is the only function mode, and would only call the functions of the untraced call that begins: no
+        placeholder of a value that this rank has stands in a variable of the model, as there are no branches and no streams."""
+        alone = function_modes() == 1 and function_mode_at(0) is self
+        return alone and self.may_be_passed() and self._streams is None and not self.program.forks_and_joins
 
     @contextmanager
     def _off(self) -> Iterator[None]:
@@ -269,20 +270,10 @@ class StageInterpreter(Tracer):
         TorchFunctionMode.__exit__(
             self, None, None, None
         )  # (compiled code stays off, which a ``FunctionMode`` would turn on)
-        self.is_off = True
         try:
             yield
         finally:
-            self.is_off = False
             TorchFunctionMode.__enter__(self)
-
-    def unseen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See ``Tracer``."""
-        args, kwargs = map_within(self._inner_tensor_of, (args, kwargs))
-        placeholders = (t for t in tensors_within((args, kwargs)) if isinstance(t, Placeholder))
-        if (missing := next(placeholders, None)) is not None:
-            raise self.unavailable(missing._mw_value[1], label_of(func), model_line())
-        return func(*args, **kwargs)
 
     def _run_root(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model's own forward. Returns the values that other stages take, or on the last stage the model's output."""

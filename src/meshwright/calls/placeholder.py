@@ -42,9 +42,6 @@ class Placeholder(Tensor):
         if is_fact(func) or func is Tensor.__deepcopy__:
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
-        tracer, _ = _traced(_placeholder_in((args, kwargs)))
-        if tracer is not None and tracer.is_off:
-            return tracer.unseen(func, args, kwargs or {})
         raise _unavailable(func, (args, kwargs))
 
     @classmethod
@@ -129,13 +126,9 @@ def _traced(t: Tensor) -> tuple[Tracer | None, int | None]:
     return (None if mark is None else mark.tracer()), number
 
 
-def _placeholder_in(values: Any) -> Placeholder:
-    return next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
-
-
 def _unavailable(func: Any, values: Any) -> RuntimeError:
     """The error if code outside the forward reads a placeholder."""
-    placeholder = _placeholder_in(values)
+    placeholder = next(t for t in pytree.tree_leaves(values) if isinstance(t, Placeholder))
     mark, number = placeholder._mw_value
     name, tracer = label_of(func), mark.tracer()
     if isinstance(placeholder, RowShard):

@@ -135,8 +135,6 @@ class Tracer(FunctionMode):
             gets its number. It only grows.
         renamed: number of a value → its number since an event wrote to its memory through another tensor. It only grows.
         closed: how many calls are running that are not traced. While it is not 0, no function is an event.
-        is_off: whether such a call runs without this mode, as it would only call its functions. A placeholder that they meet
-            asks it nevertheless (``unseen``).
     """
 
     def __init__(self, carried: Iterable[Tensor] = ()) -> None:
@@ -148,7 +146,7 @@ class Tracer(FunctionMode):
         self.mark = Mark(self)
         self.frames = [Frame(())]
         self.thread = threading.get_ident()
-        self.closed, self.is_off = 0, False
+        self.closed = 0
         self.segments: list[Segment | None] = []  # of checkpoints that have begun; None for one that is not traced
 
     @contextmanager
@@ -400,10 +398,6 @@ class Tracer(FunctionMode):
     def within(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function in a call that is not traced."""
         return func(*args, **kwargs)
-
-    def unseen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function in a call that runs without this mode, with a placeholder among its arguments."""
-        raise NotImplementedError
 
     def may_be_passed(self) -> bool:
         """See ``FunctionMode``."""

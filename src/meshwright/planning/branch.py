@@ -46,7 +46,7 @@ def find_branches(
         tree = Submeshes(plan.mesh, (trunk(plan.mesh), *_divided(model, chosen, graph)))
         notes += [f"{module} runs on {tree[branch].on}: it takes only what that branch gives, and others would wait"
                   for module, branch in followed.items()]  # fmt: skip
-    notes += _undivided(tree)
+    notes += _undivided(tree, hooked=bool(graph.hook_nodes))
     regions = find_regions(graph, placed, tree)
     _check_called(placed, tree, graph, findings)
     _check_reads(regions, placed, tree, graph, findings)
@@ -73,12 +73,13 @@ def _divided(model: nn.Module, places: tuple[Submesh, ...], graph: ModelGraph) -
     )
 
 
-def _undivided(places: Submeshes) -> list[str]:
-    """Notes on places with several data ranks of which each runs all rows."""
+def _undivided(places: Submeshes, *, hooked: bool) -> list[str]:
+    """Notes on places with several data ranks of which each runs all rows. ``hooked``: whether modules have backward hooks."""
     notes, around = [], {p.parent for p in places.all}
     for number, place in enumerate(places.all):
         if number and place.data > 1 and not place.splits:
             why = "what a row gives depends on others, or is not one result a row"
+            why = "the model has backward hooks of modules, which get whole gradients" if hooked else why
             notes.append(
                 f"{', '.join(place.modules[:3])} on {place.on}: {'it has branches within' if number in around else why}: "
                 "each data rank of it runs all rows, which is right, and no faster"

@@ -214,7 +214,10 @@ def _try_backward(
     if transforming():
         return  # the values, and what follows from them, end with the transform
     if len({place_of(t) for t in values} - {None}) > 1:
-        return  # some ranks have values of a branch, and others do not; all must try, or none, as it may be a collective
+        # Some ranks lack values of a branch, so they cannot all try it. It counts as one that acts on all rows together.
+        one: Gradients = [torch.ones(())]
+        results.append(BackwardResults(model_line(), (), one, one, one))
+        return
     if any(isinstance(t, Placeholder) or t.is_meta for t in values):
         return  # other ranks have the values, or the parameters from which they are computed
     with without_modes(), torch.no_grad():  # a stage traces the model's functions, and these are not the model's
