@@ -267,9 +267,8 @@ class StageInterpreter(Tracer):
     @contextmanager
     def _off(self) -> Iterator[None]:
         """A context in which this mode is off: in Python it takes some µs for each function."""
-        TorchFunctionMode.__exit__(
-            self, None, None, None
-        )  # (compiled code stays off, which a ``FunctionMode`` would turn on)
+        # Not the exit of ``FunctionMode``, which would let compiled code run.
+        TorchFunctionMode.__exit__(self, None, None, None)
         try:
             yield
         finally:

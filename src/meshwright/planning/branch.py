@@ -78,8 +78,10 @@ def _undivided(places: Submeshes, *, hooked: bool) -> list[str]:
     notes, around = [], {p.parent for p in places.all}
     for number, place in enumerate(places.all):
         if number and place.data > 1 and not place.splits:
-            why = "what a row gives depends on others, or is not one result a row"
-            why = "the model has backward hooks of modules, which get whole gradients" if hooked else why
+            why = (
+                "the model has backward hooks of modules, which get whole gradients" if hooked
+                else "what a row gives depends on others, or is not one result a row"
+            )  # fmt: skip
             notes.append(
                 f"{', '.join(place.modules[:3])} on {place.on}: {'it has branches within' if number in around else why}: "
                 "each data rank of it runs all rows, which is right, and no faster"

@@ -83,7 +83,7 @@ class Rehearsal:
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
 
     def shortened(self, count: int) -> Rehearsal:
-        """This rehearsal with ``most`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
+        """This rehearsal with ``count`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
         recipe, full_batch = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
         rows = rows_of(full_batch)
         if (
@@ -166,6 +166,7 @@ def job_alone(rehearsal: Rehearsal, device: torch.device, allocated: Allocated) 
 
 
 def _allocated_without_values(fake: FakeTensorMode, t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without values."""
     if isinstance(t, (FakeTensor, DTensor)) and not t.is_meta:
         return t  # a tied parameter that has been converted under its other name
     if not t.is_meta:
