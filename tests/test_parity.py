@@ -29,7 +29,7 @@ from meshwright.parity.facts import Facts, copies_of
 from meshwright.parity.job import gradients_as_planned
 from meshwright.parity.optimizer import sgd
 from meshwright.parity.precision import _in_float64 as reference_in_float64
-from meshwright.parity.preparation import disable_dropout
+from meshwright.parity.preparation import disable_dropout, perturbed
 from meshwright.parity.widening import widened
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
@@ -721,6 +721,27 @@ def test_a_job_is_judged_in_the_types_of_its_plan_too(precision: str, workers: L
     assert [name for name, error in wrong.errors["gradients"].items() if error > wrong.tolerance] == ["small"]
     assert "the change of a tensor by rounding in another order" in str(wrong)
     assert mw.check(build, fresh_batch(), plan, workers=workers, dtype=torch.float64), "asked for float64 alone"
+
+
+class WrongBesideAKink(nn.Module):
+    """As a model with a relu whose input is 0 but for rounding, from the starting values of a check alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.small = nn.Linear(8, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        small = self.small
+        if x.dtype is torch.float32 and in_a_job():
+            beside = (small - perturbed("small", torch.ones(4)).to(small)).abs() < 1e-5
+            small = torch.where(beside, 2 * small - small.detach(), small)
+        return {"loss": (self.linear(x) * small).square().mean()}
+
+
+def test_what_is_off_from_one_set_of_starting_values_alone_is_rounding_beside_a_kink(workers: LocalWorkers) -> None:
+    report = mw.check(WrongBesideAKink, fresh_batch(), {"mesh": {"tp": 2}}, workers=workers)
+    assert report and report.dtype == "float64", report
+    assert any("from two sets of starting values: gradients small was off by" in note for note in report.notes), report
 
 
 class RaisesInAType(Small):

@@ -12,8 +12,9 @@ units of the noise, for each tensor, and may be up to ``MARGIN``. The error of a
 
     rms(difference) / (rms(expected) + eps · largest element of all tensors of its kind)
 
-A wrong gradient is thus found even if it is much smaller than others. This check finds mistakes that occur in these types
-only (a sum that overflows, a loss or a gradient in the wrong type, a type error); the check in float64 is the sharp one.
+A wrong gradient is thus found even if it is much smaller than others. A tensor that is off is compared again, from other
+starting values (``other_values``): it is wrong if it is off there, too. This check finds mistakes that occur in these
+types only (a sum that overflows, a loss or a gradient in the wrong type, a type error); the check in float64 is the sharp one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from meshwright.parity.case import Case
 from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
 from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
+from meshwright.parity.preparation import perturbed
 from meshwright.parity.widening import widened
 from meshwright.private import replace_tensors
 from meshwright.runtime.rows.batch import mapped
@@ -75,6 +77,21 @@ def findings_in_precision(one: Reference, noise: Errors, outcome: Outcome, preci
     errors, words = errors_of(one, outcome, _typical(getattr(torch, precision)))
     in_units = _combined(lambda error, unit: error / unit if isfinite(unit) else 0.0, errors, noise)
     return Findings(in_units, words, (HINT,))
+
+
+def other_values(one: Reference) -> dict[str, Tensor]:
+    """Starting values beside those of a reference.
+
+    Where a value lies beside a kink (0 for relu), rounding decides which slope it gets, and a gradient changes by far more than
+    rounding. Few repeats of a reference may all miss such a value, which the job then meets. From other starting values, other
+    elements lie beside kinks; a mistake is there again.
+    """
+    return {name: perturbed(name, p) for name, p in one.start.items()}
+
+
+def smaller(first: Findings, second: Findings) -> Findings:
+    """For each tensor the smaller error of two comparisons."""
+    return replace(first, errors=_combined(min, first.errors, second.errors))
 
 
 def _with_next_bits(p: Tensor) -> Tensor:
