@@ -1114,6 +1114,33 @@ def called_block(b: Builder) -> None:
     b.new(text, x)
 
 
+@operation("checkpointed code", 2)
+def checkpointed_code(b: Builder) -> None:
+    """A checkpoint of functions of two tensors, with one result or two, and perhaps of a submodule among them."""
+    x = b.value(lambda t: long(t) and t.requires_grad)
+    shape = b.get(x).shape
+    c = b.value(lambda t: t.shape == shape)
+    last = shape[-1]
+    name = b.member("block", f"nn.Linear({last}, {last})")
+    body = b.pick([
+        "(t @ u.transpose(-1, -2)).softmax(-1) @ u", "F.dropout(t.tanh(), p=0.0) * u", f"self.{name}(t).relu() * u",
+        f"(self.{name}(t * u), u.sum(-1, keepdim=True))", "(t.sigmoid(), t.sigmoid() * u)", "(t, u * 2)",
+    ])  # fmt: skip
+    again = b.pick(sorted({"checkpoint", "reentrant"} & b.allowed) or [""])
+    text = f"checkpoint(lambda t, u: {body}, {{0}}, {{1}}, use_reentrant={again == 'reentrant'})"
+    if not again:
+        text = f"(lambda t, u: {body})({{0}}, {{1}})"
+    else:
+        b.kinds.add(again)
+    if not body.startswith("(") or not body.endswith(")") or "softmax" in body:
+        b.new(text, x, c)
+        return
+    kept = b.other(text, x, c)
+    for _ in range(b.draw.randint(0, 2)):
+        b.step()
+    b.new("{0}[0] + {0}[1]", kept)
+
+
 @operation("blocks", 4)
 def repeated_blocks(b: Builder) -> None:
     x = b.value(long)

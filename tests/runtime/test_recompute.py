@@ -348,3 +348,30 @@ def test_a_backward_within_the_forward_may_recompute(mesh: str, workers: LocalWo
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     report = mw.check(Adapts, (x,), mesh, workers=workers, dtype=torch.float64, steps=2)
     assert report, report
+
+
+class Scores(nn.Module):
+    """One block, whose attention is checkpointed as code of its forward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.out, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (self.q(x), k, v))
+        total, values = checkpoint(self.weighed, q, k, v, use_reentrant=self.reentrant)
+        return (x + self.out((values / total).transpose(1, 2).flatten(2))).square().mean()
+
+    def weighed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = nn.functional.dropout((q @ k.transpose(-1, -2)).exp(), p=0.0)
+        return weights.sum(-1, keepdim=True), weights @ v
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2", "dp_shard=2,tp=2"])
+def test_a_stage_may_end_in_checkpointed_code(mesh: str, reentrant: bool, workers: LocalWorkers) -> None:
+    """A reentrant checkpoint keeps local tensors, and its code gets new global ones: they are the same values."""
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+    report = mw.check(partial(Scores, reentrant), (x,), mesh, workers=workers, dtype=torch.float64, steps=2)
+    assert report, report

@@ -292,6 +292,12 @@ class Tracer(FunctionMode):
         self.segments.append(segment)
         return self.segment_begins(segment)
 
+    def checkpoint_runs(self, before: Any, now: Any) -> None:
+        """See ``Checkpoints``. Over tp a checkpoint keeps local tensors, and its function gets new global ones."""
+        for old, t in zip(tensors_of(before), tensors_of(now), strict=True):
+            if t is not old and (number := self.number(old)) is not None:
+                self.replaced_within(number, t)
+
     def checkpoint_returns(self) -> None:
         """See ``Checkpoints``."""
         self.closed += 1  # the functions that autograd calls now are no events

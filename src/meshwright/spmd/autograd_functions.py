@@ -281,6 +281,9 @@ class Checkpoints(Protocol):
     def checkpoint_begins(self) -> bool:
         """A checkpointed function begins. Returns whether its activations may be dropped and recomputed in a backward."""
 
+    def checkpoint_runs(self, before: Any, now: Any) -> None:
+        """The function of a reentrant checkpoint is called with ``now``, which stand for the arguments ``before``."""
+
     def checkpoint_returns(self) -> None:
         """The function of a reentrant checkpoint has returned. Autograd makes the checkpoint's results from its results."""
 
@@ -312,6 +315,7 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
                 def run(*arguments: Any) -> Any:
                     if not runs:
                         return function(*arguments)
+                    told.checkpoint_runs(args, arguments)
                     returned.append(runs.pop()(*arguments))
                     told.checkpoint_returns()
                     return returned[0]

@@ -108,6 +108,7 @@ class _Setter:
 
     def __init__(self, torch_s: Any, setter: Callable[[Any, Any], None]) -> None:
         self._torch_s, self._setter = torch_s, setter
+        self.__self__ = torch_s.__self__  # by which a function mode knows whose setter it is
 
     def __call__(self, t: Any, value: Any) -> None:
         if has_torch_function((t,)):
