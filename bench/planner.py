@@ -78,13 +78,13 @@ def main() -> None:
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}; profile of {profile.date}"
     )
-    samples: dict[str, Any] = {"profile": profile.text(), "models": {}}
+    samples: dict[str, Any] = {"profile": profile.text(), "cores": os.cpu_count() or 1, "models": {}}
     with mw.local_workers(chosen.ranks) as workers:
         for name in chosen.models:
             print(f"\n{name}", flush=True)
             one = _model(MODELS[name], chosen, workers)
             samples["models"][name] = one
-            _print(one)
+            _print(one, samples["cores"])
     for line in _summary(samples):
         print(line)
     for name, one in samples["models"].items():
@@ -191,10 +191,10 @@ def seconds_of(one: Mapping[str, Any]) -> float:
     return statistics.median(statistics.median(turn["seconds"]) for turn in one["turns"])
 
 
-def least_of(one: Mapping[str, Any]) -> float:
+def least_of(one: Mapping[str, Any], cores: int) -> float:
     """What all ranks computed in a step, over the cores that they can use: the least that a step takes, whatever else runs."""
     computed = statistics.median(statistics.median(turn["computed"]) for turn in one["turns"])
-    return computed / min(Plan.parse(one["plan"]).mesh.size, os.cpu_count() or 1)
+    return computed / min(Plan.parse(one["plan"]).mesh.size, cores)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -233,7 +233,7 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return first.replace(microbatches=first.microbatches or 1) == second.replace(microbatches=second.microbatches or 1)
 
 
-def _print(one: Mapping[str, Any]) -> None:
+def _print(one: Mapping[str, Any], cores: int) -> None:
     print(
         f"  {'layout':34}{'predicted':>11}{'measured':>11}{'error':>8}{'computed / cores':>18}{'error':>8}{'load':>7}  memory"
     )
@@ -242,7 +242,7 @@ def _print(one: Mapping[str, Any]) -> None:
         mesh = f" ({of['plan']['mesh']})" if name.startswith(FOUND) else ""
         peak = size_text(max(of["peak"].values())) if of["peak"] else ""
         cells = [f"  {name + mesh:34}", f"{duration_text(of['predicted']):>11}"]
-        for seconds, width in ((seconds_of(of), 11), (least_of(of), 18)):
+        for seconds, width in ((seconds_of(of), 11), (least_of(of, cores), 18)):
             cells.append(f"{duration_text(seconds):>{width}}{of['predicted'] / seconds - 1:>+8.0%}")
         print("".join(cells), f"{load:6.1f}  {peak}", flush=True)
 
@@ -261,7 +261,7 @@ def tables(samples: Mapping[str, Any]) -> dict[str, raw.Table]:
     made: dict[str, raw.Table] = {"summary": summary}
     for name, one in samples["models"].items():
         pairs = [(of["predicted"], seconds_of(of)) for of in one.values()]
-        computed = [(of["predicted"], least_of(of)) for of in one.values()]
+        computed = [(of["predicted"], least_of(of, samples["cores"])) for of in one.values()]
         errors, least = ([p / m - 1 for p, m in those] for those in (pairs, computed))
         loads = [turn["load"] for of in one.values() for turn in of["turns"]]
         summary.append([

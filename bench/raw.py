@@ -1,9 +1,9 @@
-"""Raw results beside the page: each benchmark keeps what it measured as JSON, and the page's tables are made of that.
+"""Raw results beside the pages: each benchmark keeps what it measured as JSON, and the tables of pages are made of that.
 
     bench/overhead.py ──► docs/bench/overhead.json     commit, date, command, versions, machine, samples
                                     │ overhead.tables(samples)
     python bench/raw.py             ▼
-    docs/bench.md                   <!-- table: overhead/steps --> … <!-- end of table -->
+    docs/bench.md, predict.md       <!-- table: overhead/steps --> … <!-- end of table -->
 
 A benchmark that keeps its samples has a function ``tables``: from samples as JSON has them to tables by name, each a list of
 rows of texts, the titles first. What a page has between the two comments is replaced; a table of which there are no
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE, FOLDER = ROOT / "docs" / "bench.md", ROOT / "docs" / "bench"
+PAGES, FOLDER = tuple(ROOT / "docs" / name for name in ("bench.md", "predict.md")), ROOT / "docs" / "bench"
 PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+)/(?P<table>[\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _PACKAGES = ("meshwright", "torch", "numpy")
 
@@ -108,4 +108,5 @@ def _git(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text("utf-8")), "utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text("utf-8")), "utf-8")

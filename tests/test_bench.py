@@ -18,6 +18,13 @@ TIMES = {
     TENSOR: [[0.2, 0.2]] * 3,
     "one process, 1 thread": [[0.16, 0.16]] * 3,
 }
+
+
+def planned_and_run(mesh: str, predicted: float, measured: float) -> dict[str, Any]:
+    turn = {"seconds": [measured] * 2, "computed": [2 * measured] * 2, "load": 2.0}
+    return {"plan": {"mesh": mesh}, "predicted": predicted, "turns": [turn]}
+
+
 SAMPLES: dict[str, Any] = {
     "overhead": {
         "meshes": {"tp=2": {"meshwright": [0.2, 0.3, 0.4], "by hand": [0.1, 0.3, 0.2], "collectives": ["a", "b"]}},
@@ -79,6 +86,22 @@ SAMPLES: dict[str, Any] = {
             ],
         }
     ],
+    "prediction": [
+        {"model": "decoder", "layout": "pp", "role": "stage 0", "measured": 100, "predicted": 101, "first step": 120},
+        {"model": "decoder", "layout": "pp", "role": "stage 1", "measured": 200, "predicted": 198, "first step": 220},
+        {"model": "vision", "layout": "tp", "role": "every rank", "measured": 10, "predicted": 10, "first step": 10},
+    ],
+    "planner": {
+        "profile": "",
+        "cores": 2,
+        "models": {
+            "decoder": {
+                "tp=2": planned_and_run("tp=2", 0.11, 0.1),
+                "pp=2": planned_and_run("pp=2", 0.28, 0.2),
+                "found by find_plans for 2": planned_and_run("tp=2", 0.11, 0.1),
+            }
+        },
+    },
     "concurrent_branches": {
         "rates": {
             "flops": 93e9, "bandwidth": 39e9, "link": 1.2e9, "latency": 116e-6, "function": 5.7e-6, "job_call": 29e-6,
@@ -112,6 +135,8 @@ ROWS = {
     "checkpoint/ways": "| save: ours | 2.50 | 2 | 3 |",
     "kill_trials/trials": "| `tp=2` | 2 | 1 | 0 | 1 | 0 | 0 | 0 |",
     "guard/steps": "| `tp=2` | 4 | 100.0 | 200.0 | 100.0% | 1.00% | 0.0% | 200.0 | 300.0 | 0.50% | 23 | 208 |",
+    "prediction/memory": "| pp | +1.00%, -1.00% | – |",
+    "planner/summary": "| decoder | 3 | 10.0% | +20.0% | 1.00 | 10.0% | 1.00 | 2: 0.0%, any: 0.0% | 2.0 |",
     "concurrent_branches/rates": "| 93 | 39.0 | 1.20 | 232 | 5.7 | 29 | 5.7 |",
     "concurrent_branches/balanced": f"| 128 | {TENSOR} | 200.0 | 200.0 | 2.00 (2.00 to 2.00) | 1.00 (1.00 to 1.00) | 32 | 4 |",
     "concurrent_branches/sweep": f"| 1 | 1:2 | 100.0, 100.0 | – | 100.0, 300.0 | 200.0, 200.0 | {ONE} | {ONE} |",
@@ -147,9 +172,13 @@ def test_a_table_without_samples_stays(tmp_path: Path) -> None:
     assert raw.filled(page("overhead/steps"), tmp_path) == page("overhead/steps")
 
 
-def test_the_page_has_the_tables_of_its_files_and_a_place_for_each() -> None:
-    text = raw.PAGE.read_text("utf-8")
-    assert raw.filled(text) == text, "python bench/raw.py"
-    places = [(re.sub("-(alone|large)$", "", place["name"]), place["table"]) for place in raw.PLACE.finditer(text)]
+def test_the_pages_have_the_tables_of_their_files_and_a_place_for_each() -> None:
+    texts = [page.read_text("utf-8") for page in raw.PAGES]
+    assert [raw.filled(text) for text in texts] == texts, "python bench/raw.py"
+    places = [
+        (re.sub("-(alone|large)$", "", place["name"]), place["table"])
+        for text in texts
+        for place in raw.PLACE.finditer(text)
+    ]
     assert {name for name, _ in places} == set(SAMPLES)
     assert all(table in importlib.import_module(name).tables(SAMPLES[name]) for name, table in places)

@@ -403,6 +403,8 @@ def test_a_profile_has_the_network_the_node_and_the_capacity_of_the_row(tmp_path
     assert wide.network.efficiency == read_profile("a100-80", network="roce-100").network.efficiency  # type: ignore[union-attr]
     narrow = profile_of(case_of(tmp_path, "internevo_a100").machine)
     assert narrow.network is not None and narrow.network.bandwidth == 400e9 / 8 / 8
+    known = read_profile("a100-80").slower["attention_backward"]  # of FlashAttention 2; MPT's was written in Triton
+    assert (wide.slower["attention"], wide.slower["attention_backward"]) == (1.4, 2.0 * known)
     alone = case_of(tmp_path, "vtrain_single").machine
     assert profile_of(alone) == read_profile("a100-80")  # 80 GB as sold is what the profile says
     small = profile_of(case_of(tmp_path, "bigscience_tr3m_v100").machine)

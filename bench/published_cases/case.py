@@ -115,6 +115,7 @@ class Machine:
         node: devices of a node.
         network: the kind of the links between nodes; ``none`` for a run within one node.
         network_gbps: what a node sends to other nodes, in 10⁹ bits a second.
+        slower: (kind of call, how many times as long it takes in the row's software as in that of the profile).
     """
 
     profile: str
@@ -122,6 +123,7 @@ class Machine:
     node: int = 8
     network: str = "none"
     network_gbps: float = 0.0
+    slower: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,15 @@ def profile_of(machine: Machine, computed_in: str = "bfloat16") -> Profile:
     none of its own.
 
     A link between nodes has the efficiencies of the profile's network of that kind, and the row's bandwidth, divided by the
-    devices of a node. A capacity that differs from the profile's by more than 3 % is the row's.
+    devices of a node. Calls that the row's software computes slower are slower. A capacity that differs from the profile's by
+    more than 3 % is the row's.
     """
     known = _EFFICIENCIES.get(machine.network)  # none within one node
     profile = read_profile(machine.profile, network=_NETWORKS[machine.profile][known] if known else None)
     if abs(machine.capacity / profile.memory - 1) > _SOLD:
         profile = replace(profile, memory=machine.capacity)
-    profile = replace(profile, devices_per_node=machine.node)
+    slower = {kind: factor * profile.slower.get(kind, 1.0) for kind, factor in machine.slower}
+    profile = replace(profile, devices_per_node=machine.node, slower={**profile.slower, **slower})
     if computed_in == "float16":
         rates = {key: {**getattr(profile, key), "bfloat16": getattr(profile, key)["float16"]} for key in _RATES}
         profile = replace(profile, peak=rates["peak"], matmul=rates["matmul"], attention=rates["attention"])

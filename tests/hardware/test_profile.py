@@ -101,7 +101,7 @@ def test_other_work_computes_at_the_peak_of_float32() -> None:
 
 
 def test_a_slower_product_takes_longer_to_compute_and_another_function_to_move() -> None:
-    slower = replace(PROFILE, slower={"convolution_backward": 1.5, "exp": 4.0})
+    slower = replace(PROFILE, slower={"convolution_backward": 1.5, "exp": 4.0, "attention_backward": 1.25})
 
     def times(kind: str, flops: float, moved: float) -> float:
         after, before = (of.compute(flops, moved, "bfloat16", kind).seconds for of in (slower, PROFILE))
@@ -110,6 +110,9 @@ def test_a_slower_product_takes_longer_to_compute_and_another_function_to_move()
     assert times("convolution_backward", 1e12, 1e3) == pytest.approx(1.5)
     assert times("convolution", 1e12, 1e3) == times("matmul", 1e12, 1e3) == times("convolution_backward", 1e6, 1e9) == 1
     assert times("exp", 0, 1e9) == pytest.approx(4.0)
+    assert times("attention_backward", 1e12, 1e3) == pytest.approx(1.25) and times("attention", 1e12, 1e3) == 1
+    of_attention = PROFILE.compute(1e12, 1e3, "bfloat16", "attention")
+    assert PROFILE.compute(1e12, 1e3, "bfloat16", "attention_backward") == of_attention
     of_product = PROFILE.compute(1e12, 1e3, "bfloat16", "matmul")
     assert PROFILE.compute(1e12, 1e3, "bfloat16", "convolution") == of_product
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from meshwright.prediction.movement import moved_by
+from meshwright.prediction.tracker import _kind as kind_of
 from meshwright.spmd.torch_functions import flops_of
 
 X = torch.zeros(100, 10)  # 4000 bytes
@@ -38,3 +39,4 @@ def test_fused_attention_on_a_cpu_counts_as_many_operations_as_that_of_a_gpu(cau
     assert flops_of(cpu.default, (q, k, k, 0.0, causal), {}, None) == forward
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     assert flops_of(backward.default, (q, q, q, q, q, q, 0.0, causal), {}, None) == 2.5 * forward
+    assert (kind_of(cpu.default, 1), kind_of(backward.default, 1)) == ("attention", "attention_backward")

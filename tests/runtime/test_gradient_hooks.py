@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd import grad as grad_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -336,6 +337,28 @@ def peeked(model):
 @pytest.mark.parametrize("model", [PeeksByValue, PeeksByModule])
 def test_a_hook_finds_the_gradients_that_a_backward_has_made_so_far(model, workers):
     assert workers.run(peeked, model, ranks=2) == [[True] * 4] * 2
+
+
+class TakesAGradient(Net):
+    """A gradient with respect to a parameter that has a hook is part of the loss; autograd calls the hook there, too."""
+
+    def begin(self):
+        self.layers[1].weight.register_hook(lambda g: g.mul(0.5).add(0.01))
+
+    def between(self, h):
+        (gradient,) = grad_of(h.square().mean(), [self.layers[1].weight], create_graph=True)
+        return h + gradient.sum(0)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=3", "dp_shard=2", "dp_replicate=2", "dp_shard=2,tp=2"])
+def test_a_hook_is_called_for_a_gradient_that_the_forward_takes(plan, workers):
+    report = mw.check(TakesAGradient, (torch.randn(ROWS, WIDTH),), plan, workers=workers, dtype=torch.float64)
+    assert report, report
+
+
+def test_over_pp_a_hook_and_a_gradient_that_the_forward_takes_are_an_error(workers):
+    report = mw.check(TakesAGradient, (torch.randn(ROWS, WIDTH),), "pp=2", workers=workers, dtype=torch.float64)
+    assert "where:    layers.1.weight" in report.failure and "remove the hook" in report.failure, report
 
 
 def handed_over():

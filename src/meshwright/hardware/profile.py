@@ -24,10 +24,11 @@ from meshwright.hardware.functions import CONVOLUTIONS
 from meshwright.hardware.text import profile_text
 
 CallKind: TypeAlias = str
-"""The kind of a call: ``matmul``; ``attention`` (fused); the name of an ATen function that is slower than a copy of as many
-bytes, or than a product of as many operations (``hardware.functions``); or ``other``."""
+"""The kind of a call: ``matmul``; ``attention`` (fused) and ``attention_backward``; the name of an ATen function that is slower
+than a copy of as many bytes, or than a product of as many operations (``hardware.functions``); or ``other``."""
 PRODUCTS: tuple[CallKind, ...] = ("matmul", *sorted(CONVOLUTIONS))
 """The kinds of calls that are products of matrices."""
+ATTENTIONS: tuple[CallKind, ...] = ("attention", "attention_backward")
 
 _HALF, _SINGLE = ("bfloat16", "float16"), ("float32", "tfloat32", "float64")
 _NEAREST = {
@@ -205,7 +206,8 @@ class Profile:
         contention: how much longer functions take while a collective runs at the same time, as a fraction. The collective
             takes multiprocessors, memory bandwidth and power.
         slower: ATen function → its seconds / the seconds of a copy of as many bytes; of a convolution, / the seconds of a
-            product of as many operations.
+            product of as many operations; of an attention or its backward (as `CallKind` names them), / those that the curve
+            gives.
     """
 
     name: str
@@ -259,7 +261,7 @@ class Profile:
         """
         arithmetic, known = self._arithmetic(flops, dtype, kind)
         streamed = moved / (self.bandwidth * self.streaming.at(moved)) if moved > 0 else 0.0
-        if kind in PRODUCTS:
+        if kind in (*PRODUCTS, *ATTENTIONS):
             arithmetic *= self.slower.get(kind, 1.0)
         else:
             streamed *= self.slower.get(kind, 1.0)
@@ -267,9 +269,9 @@ class Profile:
 
     def _arithmetic(self, flops: float, dtype: str, kind: CallKind) -> tuple[float, bool]:
         """(flops / (peak · e(flops)), whether the profile has the dtype)."""
-        if kind not in (*PRODUCTS, "attention"):
+        if kind not in (*PRODUCTS, *ATTENTIONS):
             return flops / self.peak[nearest_dtype("float32", self.peak)], True
-        curves = self.attention if kind == "attention" else self.matmul
+        curves = self.attention if kind in ATTENTIONS else self.matmul
         peak_dtype = nearest_dtype(dtype, self.peak)
         curve_dtype = nearest_dtype(peak_dtype, curves)
         peak = self.peak[peak_dtype]

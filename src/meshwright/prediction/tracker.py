@@ -275,7 +275,7 @@ def _name(func: Any) -> str:
 def _kind(func: Any, flops: int) -> CallKind:
     name = _name(func)
     if "attention" in name:
-        return "attention"
+        return "attention_backward" if "backward" in name else "attention"
     if name in OWN_RATE:
         return name
     return "matmul" if flops else "other"

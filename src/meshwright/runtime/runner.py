@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import StageError
 from meshwright.private import without_modes
-from meshwright.runtime.coupling.paths import ForwardContext
+from meshwright.runtime.coupling.paths import ForwardContext, ForwardId
 from meshwright.runtime.coupling.trial_state import Slot
 from meshwright.runtime.module_state import Leftovers, ModuleState
 from meshwright.runtime.pipeline.executor import Executor
@@ -114,13 +115,23 @@ class Runner:
         with self.gradients.of_this_step(microbatches.copies, len(microbatches.batches)):
             self.stages.begin_step(self._placed.token, gradients_observed=self._placed.have_backward_hooks())
             try:
-                losses = self.executor.run(microbatches, begin, forward_context, backward=True)
+                losses = self.executor.run(microbatches, begin, self._hooked(forward_context), backward=True)
             finally:
                 self.stages.end_step()
             self._sync.finish()
             if self._unused is not None:
                 self._unused.drop_unused()
         return losses
+
+    def _hooked(self, forward_context: ForwardContext) -> ForwardContext:
+        """The context of a forward, with the hooks of parameters for gradients that the forward takes."""
+
+        @contextmanager
+        def context(model: nn.Module, forward: ForwardId) -> Iterator[None]:
+            with forward_context(model, forward), self.gradients.hooks_within():
+                yield
+
+        return context
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the model, as full tensors; with a pipeline, on the ranks of the last stage, without gradients."""
@@ -155,7 +166,7 @@ class Runner:
         losses, failure = list[Tensor](), None
         try:
             with self.executor.trying(grad=grad, wide=wide):
-                losses = self.executor.run(microbatches, forward_context=forward_context, backward=False)
+                losses = self.executor.run(microbatches, forward_context=self._hooked(forward_context), backward=False)
         except StageError:
             raise
         except Exception as error:

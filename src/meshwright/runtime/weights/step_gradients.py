@@ -6,6 +6,8 @@
                       hooks of the parameter are called        with the full gradient, as on one device
                       .grad is added to the earlier gradient
 
+Hooks are also called for gradients that the forward itself takes (``torch.autograd.grad``), as autograd would.
+
 So gradients of several calls of ``Job.step`` add up, as those of several backwards do on one device. The earlier gradients take
 extra memory only during a step, and only for parameters that need one of the actions above; after ``zero_grad()`` there are
 none.
@@ -14,7 +16,8 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +30,13 @@ from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import full_on_every_rank
 from meshwright.runtime.weights.gradient_sums import GradientSums
 from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor, zero_gradient
+from meshwright.spmd.autograd_functions import FunctionMode
 
-Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
+Hook = Callable[[Tensor], Tensor | None]
+Hooks = Mapping[int, Hook]
 """The hooks of a parameter, in the order of their calls."""
+
+_GRAD = torch.autograd.grad
 
 
 def take_hooks(model: nn.Module) -> dict[str, Hooks]:
@@ -40,6 +47,52 @@ def take_hooks(model: nn.Module) -> dict[str, Hooks]:
     """
     of_all = ((name, take_backward_hooks(p)) for name, p in model.named_parameters())
     return {name: hooks for name, hooks in of_all if hooks}
+
+
+class _HooksWithin(FunctionMode):
+    """Calls hooks of parameters for gradients that a forward takes. Each function that it does not know it just calls.
+
+    Args:
+        hooks_of: a parameter → its hooks.
+        in_parts: whether ranks run parts of forwards, where these gradients are values that hooks must not replace.
+    """
+
+    def __init__(self, hooks_of: Callable[[Any], tuple[str, list[Hook]]], *, in_parts: bool) -> None:
+        super().__init__()
+        self._hooks_of, self._in_parts, self._called = hooks_of, in_parts, 0
+
+    def may_be_passed(self) -> bool:
+        """See ``FunctionMode``: a block that takes gradients is not recorded."""
+        return True
+
+    def interventions(self) -> int:
+        """See ``FunctionMode``."""
+        return self._called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not _GRAD:
+            return result
+        _, inputs = args  # torch passes both as tuples
+        return tuple(self._changed(x, gradient) for x, gradient in zip(inputs, result, strict=True))
+
+    def _changed(self, x: Any, gradient: Tensor | None) -> Tensor | None:
+        name, hooks = self._hooks_of(x)
+        if not hooks or gradient is None:
+            return gradient
+        if self._in_parts:
+            raise PlanError.of(
+                "this step",
+                where=name,
+                given="a hook, and a forward that takes a gradient with respect to the parameter",
+                required="over pp or branches, one of both",
+                fix="call the hook's function on the gradient that the forward takes, and remove the hook",
+            )
+        self._called += 1
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
 
 class StepGradients:
@@ -93,6 +146,18 @@ class StepGradients:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
+    def hooks_within(self) -> AbstractContextManager[Any]:
+        """A context for a forward, in which hooks of parameters are called for gradients that the forward takes."""
+        return _HooksWithin(self._hooks_of, in_parts=self._recipe.in_parts) if self._hooks else nullcontext()
+
+    def _hooks_of(self, x: Any) -> tuple[str, list[Hook]]:
+        """(name, hooks) of a parameter; no hooks for another tensor."""
+        name = next((name for name in self._hooks if self._current[name] is x), "")
+        return name, self._registered(name) if name else []
+
+    def _registered(self, name: str) -> list[Hook]:
+        return [hook for hooks in self._hooks[name] for hook in hooks.values()]
+
     @contextmanager
     def of_this_step(self, copies: int, microbatches: int) -> Iterator[None]:
         """A context for a step. Collective at its end, unless the step raises: then this rank's gradients are added to the
@@ -121,14 +186,14 @@ class StepGradients:
     @torch.no_grad()
     def _call_hooks(self) -> None:
         """Calls the hooks of each parameter with its full gradient. Collective."""
-        for name, registered in self._hooks.items():
+        for name in self._hooks:
             line, p = self._recipe.by_name[name], self._current[name]
             is_here = self._recipe.holds(line, self._groups.rank)
             local = local_tensor(p.grad) if is_here and p.grad is not None else None
             full = full_on_every_rank(line, local, p.dtype, self._recipe, self._groups)
             if full is None:
                 continue  # no rank has a gradient, so one device would have none
-            for hook in [hook for hooks in registered for hook in hooks.values()]:
+            for hook in self._registered(name):
                 changed = hook(full)
                 full = full if changed is None else changed
             if is_here:
