@@ -579,6 +579,9 @@ def test_a_stage_decides_of_checkpoints_by_what_they_keep_and_run_again(reentran
             runs.append("begins")
             return self.is_one
 
+        def checkpoint_runs(self, before: Any, now: Any) -> None:
+            assert all(old is new for old, new in zip(before, now, strict=True))
+
         def checkpoint_returns(self) -> None:
             runs.append("returns")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright.workers.pool import LocalWorkers
@@ -65,3 +66,37 @@ def test_it_is_the_one_devices(change: str, plan: Any, workers: LocalWorkers) ->
         partial(Net, change), batch, plan, loss=lambda out: out, dtype=torch.float64, workers=workers, steps=4
     )
     assert report.passed, report
+
+
+class Follows(nn.Module):
+    """A frozen layer follows a trained one, after both were used: backward reads the memory that the layer has now, and a
+    checkpoint what its second run has read."""
+
+    def __init__(self, checkpointed: str) -> None:
+        super().__init__()
+        self.first, self.trained, self.checkpointed = nn.Linear(8, 8), nn.Linear(8, 12), checkpointed
+        self.frozen = nn.Linear(8, 12).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.checkpointed:
+            h = checkpoint(self.used, h, use_reentrant=self.checkpointed == "reentrant")
+        else:
+            h = self.used(h)
+        return h.square().mean()
+
+    def used(self, h: Tensor) -> Tensor:
+        before = self.frozen.weight.data
+        out = self.trained(h) * self.frozen(h).sigmoid()
+        self.frozen.weight.data = 0.9 * self.frozen.weight.data + 0.1 * self.trained.weight.data
+        return out * (1 + before.sum())  # the former memory, with the former values
+
+
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "tp=3", "dp_shard=2", "dp_shard=2,tp=2", "pp=2,tp=2", {"mesh": "tp=2", "microbatches": 2}], ids=str
+)
+def test_an_assignment_gives_a_parameter_other_memory(plan: Any, checkpointed: str, workers: LocalWorkers) -> None:
+    batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+    report = mw.check(partial(Follows, checkpointed), batch, plan, workers=workers, dtype=torch.float64)
+    assert report, report

@@ -195,6 +195,9 @@ def test_checkpoints_are_told_of_by_whoever_was_asked_last() -> None:
             told.append(self.name)
             return True
 
+        def checkpoint_runs(self, before: Any, now: Any) -> None:
+            pass
+
         def checkpoint_returns(self) -> None:
             pass
 

@@ -16,7 +16,7 @@ from meshwright.private import hooked, raw_local, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
-from meshwright.runtime.weights.local_part import HandOver, local_part
+from meshwright.runtime.weights.local_part import HandOver, local_part, set_memory
 from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import LocalPartLookup
@@ -139,6 +139,28 @@ class LocalParameters(LocalPartLookup):
     def around_backward(self) -> AbstractContextManager[None]:
         """See ``LocalPartLookup``."""
         return nullcontext() if self.gradients_observed else self.gradients.together()
+
+    def set_data(self, x: Tensor, part: Tensor, value: Tensor) -> None:
+        """See ``LocalPartLookup``. The parameter and its leaf move to the value's memory together.
+
+        A parameter that FSDP2 gathers stays in its memory, which FSDP2 fills; planning keeps those that a forward writes to out
+        of its units.
+        """
+        p = x if isinstance(x, DTensor) else self._stand_ins[id(x)][1]
+        leaf, line = local_of(part), self._line(p)
+        by_fsdp = line is None or (line.data != "loose" and self._recipe.mesh.data_size > 1)
+        if by_fsdp or not leaf.is_leaf or storage_of(leaf) != storage_of(raw_local(p)):
+            super().set_data(x, part, value)
+            return
+        set_memory(p, value, leaf)
+        if (known := self._leaves.get(id(p))) is not None and known[2] is leaf:
+            self._leaves[id(p)] = p, _state(p), leaf
+        if isinstance(part, GlobalTensor):
+            part._mw_memo, part._mw_memory = {}, None
+        else:
+            _forget_moves(part)
+            part._mw_is_parameter = True  # type: ignore[attr-defined]
+        self.invalidate()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import PLAIN, attributes_in, buffers_in, is_plain_object, is_scripted
 from meshwright.private import modules_of, set_version, version, without_modes
+from meshwright.runtime.weights.local_part import set_memory
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import full_tensor
 from meshwright.spmd.tensor import GlobalTensor
@@ -241,7 +242,7 @@ class _Written:
         ...``), it gets its former memory back."""
         now = local_tensor(self.parameter)
         if now.data_ptr() != self.local.data_ptr() or now.dtype != self.local.dtype:
-            now.data = self.local
+            set_memory(self.parameter, self.local)
         self.local.data.copy_(self.value)
         set_version(self.local, self.version)
 

@@ -82,6 +82,10 @@ class LocalPartLookup:
     def __call__(self, x: Tensor) -> Tensor | None:
         return None if self._lookup is None else self._lookup(x)
 
+    def set_data(self, x: Tensor, part: Tensor, value: Tensor) -> None:
+        """``x.data = value`` for a parameter. ``part``: its local part; ``value``: that of the value, in memory of its own."""
+        local_of(part).detach().copy_(value)
+
     def end_forward(self) -> None:
         """Called when a forward ends, and when a backward ends, which may have recomputed parts of a forward."""
 
@@ -155,20 +159,19 @@ class GlobalTensorMode(FunctionMode):
         return self._differentiate(func, args, kwargs)
 
     def _set_data(self, x: Tensor, value: Tensor) -> Any:
-        """``x.data = value`` of a parameter: the value is written to its local part."""
+        """``x.data = value`` of a parameter: its local part gets the value's slice. What autograd has saved of it, and aliases
+        of its former memory, are then as on one device."""
         part = self.local(x)
         if _same_memory(part, value):
             return None  # a cast that changed nothing: a write would make earlier results seem stale
         if part is None or part.shape != value.shape:
             return NotImplemented
-        part = part.detach()
+        dispatcher = part._mw_dispatcher if isinstance(part, GlobalTensor) else self.dispatcher
         with torch.no_grad():
-            self.answer(
-                part._mw_dispatcher if isinstance(part, GlobalTensor) else self.dispatcher,
-                Tensor.copy_,
-                (part, value),
-                {},
-            )
+            new = self.answer(dispatcher, Tensor.clone, (part.detach(),), {})
+            self.answer(dispatcher, Tensor.copy_, (new, value), {})
+            with without_modes():
+                self.local.set_data(x, part, local_of(new))
         return None
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ parameter (a DTensor)     ──local_part──►  an autograd leaf that share
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,6 +109,26 @@ def local_part(p: DTensor, gradients: HandOver) -> Tensor:
     return local
 
 
+def set_memory(p: Tensor, memory: Tensor, leaf: Tensor | None = None) -> None:
+    """Gives a parameter other memory, and the leaf that shares it.
+
+    Args:
+        memory: a tensor like the local tensor of ``p``.
+        leaf: the leaf of ``p``; None: that of the last call for ``p``, if it is still there.
+    """
+    if not isinstance(p, DTensor):
+        p.data = memory
+        return
+    local: Any = raw_local(p)
+    if leaf is not None:
+        local._mw_leaf = weakref.ref(leaf)
+    elif (known := getattr(local, "_mw_leaf", None)) is not None:
+        leaf = known()
+    local.data = memory
+    if leaf is not None:
+        leaf.data = memory
+
+
 class _LocalPart(torch.autograd.Function):
     """A parameter's local tensor, as a function of the parameter."""
 
@@ -126,4 +147,4 @@ class _LocalPart(torch.autograd.Function):
         return dtensor_like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
-__all__ = ["HandOver", "local_part"]
+__all__ = ["HandOver", "local_part", "set_memory"]
