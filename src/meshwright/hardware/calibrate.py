@@ -85,7 +85,7 @@ def calibrate(
         **_machine(),
         **computes,
         **moves,
-        slower=_slower(meter, computes, moves),
+        slower={**_slower(meter, computes, moves), "attention_backward": _attention_backward(meter, computes, lengths)},
         host=meter.host,
         host_backward=backward,
         scatter=meter.scatter,
@@ -238,6 +238,21 @@ def _slower(meter: Meter, computes: Mapping[str, Any], moves: Mapping[str, Any])
             like, least = moved / (bandwidth * streaming.at(moved)), 1.0
         factors[name] = max(least, round((meter.seconds(call) - meter.host) / like, 2))
     return factors
+
+
+def _attention_backward(meter: Meter, computes: Mapping[str, Any], lengths: Sequence[int]) -> float:
+    """Seconds of the backward of an attention / those of a forward of as many operations. The backward has five products for
+    the forward's two (Dao: FlashAttention-2, arXiv 2307.08691, section 3.1)."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    length = lengths[len(lengths) // 2]
+    q, k, v, gradient = (torch.randn(1, HEADS, length, WIDTH) for _ in range(4))
+    inputs = tuple(t.requires_grad_() for t in (q, k, v))
+    out = scaled_dot_product_attention(*inputs)
+    seconds = meter.seconds(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
+    flops, curve = 2.5 * 4.0 * HEADS * length**2 * WIDTH, computes["attention"]["float32"]
+    return max(0.01, round((seconds - meter.host) * computes["peak"]["float32"] * curve.at(flops) / flops, 2))
 
 
 def _with_copies(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
