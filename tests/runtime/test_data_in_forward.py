@@ -100,3 +100,27 @@ def test_an_assignment_gives_a_parameter_other_memory(plan: Any, checkpointed: s
     batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
     report = mw.check(partial(Follows, checkpointed), batch, plan, workers=workers, dtype=torch.float64)
     assert report, report
+
+
+class Routes(nn.Module):
+    """A layer that the forward casts to float32, as routers of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.router, self.down = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        self.router.float()
+        shares = self.router(h.float()).softmax(-1).to(x.dtype)
+        return (self.down(h * shares.max(-1, keepdim=True).values)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "tp=3", {"mesh": "tp=2", "modules": {"router": {"tp": "replicate"}}}], ids=str
+)
+def test_a_layer_computes_in_the_type_to_which_the_forward_casts_it(plan: Any, workers: LocalWorkers) -> None:
+    batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+    plan = {"mesh": plan} if isinstance(plan, str) else plan
+    report = mw.check(Routes, batch, {**plan, "precision": "bfloat16"}, workers=workers)
+    assert report and any("compared in bfloat16 too" in note for note in report.notes), report

@@ -247,10 +247,10 @@ def _attention_backward(meter: Meter, computes: Mapping[str, Any], lengths: Sequ
     from torch.nn.functional import scaled_dot_product_attention
 
     length = lengths[len(lengths) // 2]
-    q, k, v, gradient = (torch.randn(1, HEADS, length, WIDTH) for _ in range(4))
-    inputs = tuple(t.requires_grad_() for t in (q, k, v))
-    out = scaled_dot_product_attention(*inputs)
-    seconds = meter.seconds(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
+    q, k, v = (torch.randn(1, HEADS, length, WIDTH, requires_grad=True) for _ in range(3))
+    out = scaled_dot_product_attention(q, k, v)
+    gradient = torch.randn_like(out)
+    seconds = meter.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
     flops, curve = 2.5 * 4.0 * HEADS * length**2 * WIDTH, computes["attention"]["float32"]
     return max(0.01, round((seconds - meter.host) * computes["peak"]["float32"] * curve.at(flops) / flops, 2))
 

@@ -110,6 +110,9 @@ class LocalParameters(LocalPartLookup):
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, _Part] = {}
         self._used: list[tuple[Any, _Part]] = []  # in this forward
+        self._types: dict[
+            int, tuple[Tensor, torch.dtype]
+        ] = {}  # id of a parameter that this forward has cast → (it, its type)
         self._forward = 0  # the number of the running forward
 
     def end_forward(self) -> None:
@@ -128,6 +131,7 @@ class LocalParameters(LocalPartLookup):
             else:
                 part._mw_memo, part._mw_memory = {}, None
         self._used.clear()
+        self._types.clear()
         self.requested_ids.clear()
         self._forward += 1
 
@@ -146,8 +150,8 @@ class LocalParameters(LocalPartLookup):
         A parameter that FSDP2 gathers stays in its memory, which FSDP2 fills; planning keeps those that a forward writes to out
         of its units.
         """
-        p = x if isinstance(x, DTensor) else self._stand_ins[id(x)][1]
-        leaf, line = local_of(part), self._line(p)
+        p, leaf = self._dtensor(x), local_of(part)
+        line = self._line(p)
         by_fsdp = line is None or (line.data != "loose" and self._recipe.mesh.data_size > 1)
         if by_fsdp or not leaf.is_leaf or storage_of(leaf) != storage_of(raw_local(p)):
             super().set_data(x, part, value)
@@ -161,6 +165,20 @@ class LocalParameters(LocalPartLookup):
             _forget_moves(part)
             part._mw_is_parameter = True  # type: ignore[attr-defined]
         self.invalidate()
+
+    def set_type(self, x: Tensor, dtype: torch.dtype) -> None:
+        """See ``LocalPartLookup``."""
+        p = self._dtensor(x)
+        self._types[id(p)] = p, dtype
+        for key in [key for key in self._parts if key[0] == id(p)]:
+            del self._parts[key]
+        self.invalidate()
+
+    def _dtensor(self, x: Tensor) -> DTensor:
+        """The parameter itself, of which ``x`` may be a stand-in."""
+        p = x if isinstance(x, DTensor) else self._stand_ins[id(x)][1]
+        assert isinstance(p, DTensor)
+        return p
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if not isinstance(x, DTensor):
@@ -201,7 +219,8 @@ class LocalParameters(LocalPartLookup):
         local = self._leaf(x)
         if len(line.places) > 1 and self._branching is not None:
             local = _Counted.apply(local, self._branching.counts(line.places))
-        local = as_computed(local, line, self._half)
+        known = self._types.get(id(x))
+        local = local.to(known[1]) if known is not None and known[0] is x else as_computed(local, line, self._half)
         local._mw_is_parameter = True  # type: ignore[attr-defined]
         if isinstance(line.tp, Shard):
             return GlobalTensor(

@@ -86,6 +86,9 @@ class LocalPartLookup:
         """``x.data = value`` for a parameter. ``part``: its local part; ``value``: that of the value, in memory of its own."""
         local_of(part).detach().copy_(value)
 
+    def set_type(self, x: Tensor, dtype: torch.dtype) -> None:
+        """From now on, until the forward ends, a parameter computes in this type."""
+
     def end_forward(self) -> None:
         """Called when a forward ends, and when a backward ends, which may have recomputed parts of a forward."""
 
@@ -172,6 +175,10 @@ class GlobalTensorMode(FunctionMode):
             self.answer(dispatcher, Tensor.copy_, (new, value), {})
             with without_modes():
                 self.local.set_data(x, part, local_of(new))
+        if (
+            value.is_floating_point() and value.dtype != part.dtype
+        ):  # a module that is cast in a forward (``linear.float()``)
+            self.local.set_type(x, value.dtype)
         return None
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
