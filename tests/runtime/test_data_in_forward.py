@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,14 @@ INTERLEAVED = {"mesh": "pp=2,tp=2", "microbatches": 2, "schedule": "interleaved"
 @pytest.mark.parametrize("change", ["to_where_it_is", "normalized", "decayed"])
 @pytest.mark.parametrize(
     "plan",
-    ["pp=2,tp=2", {"mesh": "tp=2", "modules": {"side": {"on": "tp[1:2]"}}}, INTERLEAVED, "dp_shard=2,tp=2"],
+    [
+        "tp=2",
+        "tp=3",
+        "pp=2,tp=2",
+        {"mesh": "tp=2", "modules": {"side": {"on": "tp[1:2]"}}},
+        INTERLEAVED,
+        "dp_shard=2,tp=2",
+    ],
     ids=str,
 )
 def test_it_is_the_one_devices(change: str, plan: Any, workers: LocalWorkers) -> None:
@@ -98,8 +106,50 @@ class Follows(nn.Module):
 )
 def test_an_assignment_gives_a_parameter_other_memory(plan: Any, checkpointed: str, workers: LocalWorkers) -> None:
     batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
-    report = mw.check(partial(Follows, checkpointed), batch, plan, workers=workers, dtype=torch.float64)
+    report = mw.check(partial(Follows, checkpointed), batch, plan, workers=workers, dtype=torch.float64, steps=4)
     assert report, report
+
+
+def losses_beside_one_device(build: Callable[[], nn.Module], ways: str) -> list[tuple[float, float]]:
+    """(of the job, of one device) for forwards of all kinds in turn, each of which changes the parameters; on the first rank.
+
+    Args:
+        ways: s: a step; e: an evaluation; n, i: a forward without gradients, and in inference mode.
+    """
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    job = mw.parallelize(build, "tp=2", batch=(x,), loss=lambda out: out, dtype=torch.float64)
+    values = {line.name: value for line, value in job.full_parameters()}
+    one = build().double()
+    if job.rank == 0:
+        one.load_state_dict(values)
+    optimizers = [torch.optim.SGD(of.parameters(), lr=0.1) for of in (job, one)]
+    found = []
+    for way in ways:
+        with torch.inference_mode() if way == "i" else torch.set_grad_enabled(way == "s"):
+            forward: Callable[..., Any] = {"s": job.step, "e": job.evaluate}.get(way, lambda batch: job(*batch))
+            loss = float(forward((x,)))
+        with torch.set_grad_enabled(
+            way == "s"
+        ):  # (torch itself cannot train what a forward in inference mode has assigned)
+            found.append((loss, expected := one(x)))
+        if way == "s":
+            expected.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [(loss, float(of_one)) for loss, of_one in found]
+
+
+@pytest.mark.parametrize("ways", ["ssssess", "isssns", "nseiisss"])
+@pytest.mark.parametrize(
+    "build", [partial(Net, "decayed"), partial(Net, "normalized"), partial(Follows, "")], ids=range(3)
+)
+def test_forwards_of_all_kinds_find_what_the_last_one_left(
+    build: Callable[[], nn.Module], ways: str, workers: LocalWorkers
+) -> None:
+    found, _ = workers.run(losses_beside_one_device, build, ways, ranks=2)
+    for loss, of_one in found:
+        assert loss == pytest.approx(of_one, rel=1e-12)
 
 
 class Routes(nn.Module):

@@ -16,7 +16,7 @@ from meshwright.private import hooked, raw_local, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
-from meshwright.runtime.weights.local_part import HandOver, local_part, set_memory
+from meshwright.runtime.weights.local_part import HandOver, local_part, moved_by
 from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import LocalPartLookup
@@ -156,14 +156,29 @@ class LocalParameters(LocalPartLookup):
         if by_fsdp or not leaf.is_leaf or storage_of(leaf) != storage_of(raw_local(p)):
             super().set_data(x, part, value)
             return
-        set_memory(p, value, leaf)
-        if (known := self._leaves.get(id(p))) is not None and known[2] is leaf:
-            self._leaves[id(p)] = p, _state(p), leaf
-        if isinstance(part, GlobalTensor):
-            part._mw_memo, part._mw_memory = {}, None
-        else:
-            _forget_moves(part)
-            part._mw_is_parameter = True  # type: ignore[attr-defined]
+        if value.is_inference():
+            with torch.inference_mode(mode=False):
+                value = value.clone()  # a later step may save it for a backward
+        moved_by(p, self)
+        self.move(p, value)
+
+    def move(self, p: DTensor, memory: Tensor) -> None:
+        """See ``Moves``."""
+        before, leaf = storage_of(raw_local(p)), self._leaves.get(id(p))
+        parts = [cached.part for key, cached in self._parts.items() if key[0] == id(p)]
+        sharing = {id(t): t for t in (*map(local_of, parts), *(leaf[2:] if leaf is not None and leaf[0] is p else ()))}
+        raw_local(p).data = memory
+        for t in sharing.values():
+            if storage_of(t) == before:
+                t.data = memory
+        if leaf is not None and leaf[0] is p:
+            self._leaves[id(p)] = p, _state(p), leaf[2]
+        for part in parts:
+            if isinstance(part, GlobalTensor):
+                part._mw_memo, part._mw_memory = {}, None
+            else:
+                _forget_moves(part)
+                part._mw_is_parameter = True  # type: ignore[attr-defined]
         self.invalidate()
 
     def set_type(self, x: Tensor, dtype: torch.dtype) -> None:

@@ -173,8 +173,7 @@ class GlobalTensorMode(FunctionMode):
         with torch.no_grad():
             new = self.answer(dispatcher, Tensor.clone, (part.detach(),), {})
             self.answer(dispatcher, Tensor.copy_, (new, value), {})
-            with without_modes():
-                self.local.set_data(x, part, local_of(new))
+            self.local.set_data(x, part, local_of(new))  # modes that were on before this one see it: a recorder refuses
         if (
             value.is_floating_point() and value.dtype != part.dtype
         ):  # a module that is cast in a forward (``linear.float()``)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -109,24 +109,31 @@ def local_part(p: DTensor, gradients: HandOver) -> Tensor:
     return local
 
 
-def set_memory(p: Tensor, memory: Tensor, leaf: Tensor | None = None) -> None:
-    """Gives a parameter other memory, and the leaf that shares it.
+class Moves(Protocol):
+    """Gives a parameter other memory, with all tensors that share it."""
+
+    def move(self, p: DTensor, memory: Tensor) -> None:
+        """``memory``: a tensor like the local tensor of ``p``."""
+
+
+def moved_by(p: DTensor, owner: Moves) -> None:
+    """Notes who moves a parameter whose local parts share its memory."""
+    local: Any = raw_local(p)
+    local._mw_owner = weakref.ref(owner)
+
+
+def set_memory(p: Tensor, memory: Tensor) -> None:
+    """Gives a parameter other memory, with the local parts that share it.
 
     Args:
         memory: a tensor like the local tensor of ``p``.
-        leaf: the leaf of ``p``; None: that of the last call for ``p``, if it is still there.
     """
     if not isinstance(p, DTensor):
         p.data = memory
-        return
-    local: Any = raw_local(p)
-    if leaf is not None:
-        local._mw_leaf = weakref.ref(leaf)
-    elif (known := getattr(local, "_mw_leaf", None)) is not None:
-        leaf = known()
-    local.data = memory
-    if leaf is not None:
-        leaf.data = memory
+    elif (owner := getattr(raw_local(p), "_mw_owner", None)) is not None and (moves := owner()) is not None:
+        moves.move(p, memory)
+    else:
+        raw_local(p).data = memory
 
 
 class _LocalPart(torch.autograd.Function):
@@ -147,4 +154,4 @@ class _LocalPart(torch.autograd.Function):
         return dtensor_like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
-__all__ = ["HandOver", "local_part", "set_memory"]
+__all__ = ["HandOver", "Moves", "local_part", "moved_by", "set_memory"]
