@@ -16,7 +16,7 @@ from meshwright.private import hooked, raw_local, storage_of
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.branches.exchange import Branching
 from meshwright.runtime.weights.halves import as_computed, half_type
-from meshwright.runtime.weights.local_part import HandOver, local_part, moved_by
+from meshwright.runtime.weights.local_part import HandOver, local_part, note_parts
 from meshwright.runtime.weights.parameters import StandIns, parameter_slots
 from meshwright.spmd.dispatcher import Dispatcher
 from meshwright.spmd.mode import LocalPartLookup
@@ -110,9 +110,8 @@ class LocalParameters(LocalPartLookup):
         self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
         self._parts: dict[Any, _Part] = {}
         self._used: list[tuple[Any, _Part]] = []  # in this forward
-        self._types: dict[
-            int, tuple[Tensor, torch.dtype]
-        ] = {}  # id of a parameter that this forward has cast → (it, its type)
+        # id of a parameter that this forward has cast → (the parameter, its type in this forward)
+        self._types: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._forward = 0  # the number of the running forward
 
     def end_forward(self) -> None:
@@ -145,7 +144,7 @@ class LocalParameters(LocalPartLookup):
         return nullcontext() if self.gradients_observed else self.gradients.together()
 
     def set_data(self, x: Tensor, part: Tensor, value: Tensor) -> None:
-        """See ``LocalPartLookup``. The parameter and its leaf move to the value's memory together.
+        """See ``LocalPartLookup``. The parameter and its local parts get the value's memory together.
 
         A parameter that FSDP2 gathers stays in its memory, which FSDP2 fills; planning keeps those that a forward writes to out
         of its units.
@@ -159,20 +158,21 @@ class LocalParameters(LocalPartLookup):
         if value.is_inference():
             with torch.inference_mode(mode=False):
                 value = value.clone()  # a later step may save it for a backward
-        moved_by(p, self)
-        self.move(p, value)
+        note_parts(p, self)
+        self.set_memory(p, value)
 
-    def move(self, p: DTensor, memory: Tensor) -> None:
-        """See ``Moves``."""
-        before, leaf = storage_of(raw_local(p)), self._leaves.get(id(p))
+    def set_memory(self, p: DTensor, memory: Tensor) -> None:
+        """See ``LocalParts``."""
+        before, known = storage_of(raw_local(p)), self._leaves.get(id(p))
         parts = [cached.part for key, cached in self._parts.items() if key[0] == id(p)]
-        sharing = {id(t): t for t in (*map(local_of, parts), *(leaf[2:] if leaf is not None and leaf[0] is p else ()))}
+        leaf = known[2] if known is not None and known[0] is p else None
+        locals_of_parts = [local_of(part) for part in parts] + ([] if leaf is None else [leaf])
         raw_local(p).data = memory
-        for t in sharing.values():
+        for t in locals_of_parts:
             if storage_of(t) == before:
                 t.data = memory
-        if leaf is not None and leaf[0] is p:
-            self._leaves[id(p)] = p, _state(p), leaf[2]
+        if leaf is not None:
+            self._leaves[id(p)] = p, _state(p), leaf
         for part in parts:
             if isinstance(part, GlobalTensor):
                 part._mw_memo, part._mw_memory = {}, None

@@ -174,10 +174,8 @@ class GlobalTensorMode(FunctionMode):
             new = self.answer(dispatcher, Tensor.clone, (part.detach(),), {})
             self.answer(dispatcher, Tensor.copy_, (new, value), {})
             self.local.set_data(x, part, local_of(new))  # modes that were on before this one see it: a recorder refuses
-        if (
-            value.is_floating_point() and value.dtype != part.dtype
-        ):  # a module that is cast in a forward (``linear.float()``)
-            self.local.set_type(x, value.dtype)
+        if value.is_floating_point() and value.dtype != part.dtype:
+            self.local.set_type(x, value.dtype)  # the forward casts a module (``linear.float()``)
         return None
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

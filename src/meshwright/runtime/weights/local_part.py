@@ -109,17 +109,17 @@ def local_part(p: DTensor, gradients: HandOver) -> Tensor:
     return local
 
 
-class Moves(Protocol):
-    """Gives a parameter other memory, with all tensors that share it."""
+class LocalParts(Protocol):
+    """Keeps the local parts of parameters."""
 
-    def move(self, p: DTensor, memory: Tensor) -> None:
-        """``memory``: a tensor like the local tensor of ``p``."""
+    def set_memory(self, p: DTensor, memory: Tensor) -> None:
+        """Gives a parameter other memory, and all local parts that share it. ``memory``: a tensor like its local tensor."""
 
 
-def moved_by(p: DTensor, owner: Moves) -> None:
-    """Notes who moves a parameter whose local parts share its memory."""
+def note_parts(p: DTensor, parts: LocalParts) -> None:
+    """Notes who keeps the local parts of a parameter, for ``set_memory``."""
     local: Any = raw_local(p)
-    local._mw_owner = weakref.ref(owner)
+    local._mw_parts = weakref.ref(parts)
 
 
 def set_memory(p: Tensor, memory: Tensor) -> None:
@@ -130,8 +130,8 @@ def set_memory(p: Tensor, memory: Tensor) -> None:
     """
     if not isinstance(p, DTensor):
         p.data = memory
-    elif (owner := getattr(raw_local(p), "_mw_owner", None)) is not None and (moves := owner()) is not None:
-        moves.move(p, memory)
+    elif (noted := getattr(raw_local(p), "_mw_parts", None)) is not None and (parts := noted()) is not None:
+        parts.set_memory(p, memory)
     else:
         raw_local(p).data = memory
 
@@ -154,4 +154,4 @@ class _LocalPart(torch.autograd.Function):
         return dtensor_like(ctx.parameter, g.clone(memory_format=torch.contiguous_format))
 
 
-__all__ = ["HandOver", "Moves", "local_part", "moved_by", "set_memory"]
+__all__ = ["HandOver", "LocalParts", "local_part", "note_parts", "set_memory"]
