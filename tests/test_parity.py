@@ -744,6 +744,24 @@ def test_what_is_off_from_one_set_of_starting_values_alone_is_rounding_beside_a_
     assert any("from two sets of starting values: gradients small was off by" in note for note in report.notes), report
 
 
+class SumsInAHalfType(nn.Module):
+    """The gradient of the norm's bias is a sum over many tokens, which layer norm on a CPU adds up in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(self.norm(x)) - 1).square().mean()}
+
+
+def test_what_one_device_rounds_by_itself_is_not_counted_against_a_job(workers: LocalWorkers) -> None:
+    tokens = (torch.randn(2, 4000, 8, generator=torch.Generator().manual_seed(0)),)
+    plan = {"mesh": {"dp_replicate": 2}, "precision": "bfloat16"}
+    report = mw.check(SumsInAHalfType, tokens, plan, workers=workers, optimizer=torch.optim.SGD)
+    assert report, report
+
+
 class RaisesInAType(Small):
     """Whoever sees it compute in float32 on several ranks, sees it raise."""
 

@@ -4,8 +4,9 @@
                  the parameters in that type, and gradients are accumulated in float32: as FSDP2 does on one rank
     noise        the same steps, repeated with weights that are moved by less than the type resolves. The move changes how
                  values are rounded. So the difference to the reference is the size of an error that rounding alone causes.
-                 Repeats share what one device always rounds in the same way, as a long sum in one order, or the norm of all
-                 gradients: in float32, the difference to the same steps in float64 counts, too
+                 Repeats share what one device always rounds in the same way, as a long sum in one order (layer norm on a CPU
+                 adds up the gradient of a bias in bfloat16), or the norm of all gradients: so the difference to the same steps
+                 in float64 counts, too
 
 A layout adds in another order than one device, so rounding changes its values, too. Errors of the job are therefore given in
 units of the noise, for each tensor, and may be up to ``MARGIN``. The error of a tensor compares typical elements:
@@ -52,7 +53,7 @@ def reference_in_precision(case: Case, precision: str) -> tuple[Reference, Error
     dtype = getattr(torch, precision)
     one = _one_device(case, dtype, 0)
     repeats = [_one_device(case, dtype, repeat).facts for repeat in range(1, _REPEATS + 1)]
-    if dtype is torch.float32 and (precise := _in_float64(case)) is not None:
+    if (precise := _in_float64(case)) is not None:
         repeats.append(precise.facts)
     next_parameters = {name: _with_next_bits(p) for name, p in one.facts.parameters.items()}
     repeats.append(replace(one.facts, parameters=next_parameters))  # an update may always differ by its last bit
