@@ -947,6 +947,11 @@ class OfIntegers(nn.Module):
         signs = (ids.sum(1, keepdim=True) % 2) * 2 - 1
         return -F.logsigmoid(h.mean((1, 2)) * signs).mean()
 
+    def with_a_column_and_an_order(self, h, ids, classes, mask):
+        """Indices of another kind beside it: what checks them must know where they stand."""
+        h = h + 0 * h.take_along_dim(h.argsort(2), 2)
+        return self.with_a_column(h, ids, classes, mask)
+
     def with_a_column_of_a_mask(self, h, ids, classes, mask):
         return (mask.all(1) * h.mean(2)[:, :1]).mean()
 
@@ -1009,7 +1014,7 @@ class InBranches(nn.Module):
         return SimpleNamespace(loss=self.terms(ids, classes, mask).loss + self.side(ids, classes, mask).loss)
 
 
-OF_INTEGERS = dict.fromkeys(["a_column", "a_column_of_a_mask", "triplets", "the_largest", "a_number"], "coupled") | dict.fromkeys(
+OF_INTEGERS = dict.fromkeys(["a_column", "a_column_and_an_order", "a_column_of_a_mask", "triplets", "the_largest", "a_number"], "coupled") | dict.fromkeys(
     ["blocks_of_rows", "documents", "a_strict_mask", "rows_of_as_many", "a_table_of_sums", "places", "a_mean_of_the_mask"], "mean"
 )  # fmt: skip
 
@@ -1092,6 +1097,7 @@ INDEXED = {
     "second dim": lambda t, i: t.mT[:, i],
     "setitem": lambda t, i: t.clone().__setitem__(i, 0.0),
     "gather": lambda t, i: t.gather(0, i),
+    "take_along_dim": lambda t, i: t[:, :2].take_along_dim(i, 0),
     "scatter": lambda t, i: t.clone().scatter_(dim=0, index=i, value=1.0),
     "index_select": lambda t, i: torch.index_select(t, 0, i[0]),
     "cross entropy": lambda t, i: F.cross_entropy(t.mT, i[0, 1:].expand(3)),

@@ -6,7 +6,8 @@ attempt has other integers, in the range of those of their tensor: an id stays i
 forward does not accept them (so many image tokens as there are images), or if they make its loss NaN, nothing follows.
 
     integers     Each row draws from the values of its tensor and those between, the first rows from the smallest alone. So
-                 rows have other sums and maxima. Negative ones (ignored labels) stay.
+                 rows have other sums and maxima; the sums of the first quarter of rows are odd, the others even. (Not in
+                 turn: then all parts would have as many odd ones.) Negative integers (ignored labels) stay.
     masks        Some elements are switched off, but no row's first; of a mask without any, some are switched on.
     all equal    They stay, as no other value is known to be one. If they are compared with each other
                  (``labels[:, None] == labels``), the result is that of two alternating values (``Alternating``).
@@ -28,7 +29,7 @@ _MOST_ELEMENTS = 1 << 20  # of a tensor that gets other integers: pictures in by
 _FEWEST_VALUES = 2  # from which a row draws
 _EQUALITIES = frozenset("eq ne not_equal __eq__ __ne__".split())
 _ALONG_A_DIM = frozenset(
-    "gather take_along_dim scatter scatter_add scatter_reduce index_select index_add index_copy index_fill".split()
+    "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill".split()
 )
 _PLACE_BY_MASK = frozenset("masked_scatter masked_scatter_".split())
 
@@ -81,7 +82,24 @@ def _redrawn(t: Tensor, values: Tensor) -> Tensor:
     least, most = int(values[0]), values[among - 1]
     between = least + ((most - least) * fractions).round().to(t.dtype)
     of_range = torch.arange(fractions.shape[1]) % 2 == 1
-    return torch.where(t >= 0, torch.where(of_range, between, drawn).view(t.shape), t)
+    redrawn = torch.where(t >= 0, torch.where(of_range, between, drawn).view(t.shape), t)
+    if fractions.shape[1] > 1 and len(t) > 1:
+        _set_parity(redrawn.view(len(t), -1)[:, 1], redrawn.view(len(t), -1).sum(1), least, most[:, 0])
+    return redrawn
+
+
+def _set_parity(column: Tensor, sums: Tensor, least: int, most: Tensor) -> None:
+    """Changes numbers of a column by one, so that the sums of the first quarter of rows are odd, and the others even.
+
+    Args:
+        column: a number of each row; one that is negative stays.
+        sums: of each row.
+        least, most: the range of the numbers, which has two at least.
+    """
+    is_odd = torch.arange(len(sums)) < (len(sums) + 3) // 4
+    wrong = (sums % 2 == 1) != is_odd
+    step = torch.where(column < most, 1, -1)
+    column.copy_(torch.where(wrong & (column >= 0) & (least < most), column + step, column))
 
 
 def _random(like: Tensor) -> Tensor:
@@ -133,6 +151,8 @@ def _indices(name: str, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any
         yield argument(0, "input"), len(argument(1, "weight")), 0
     elif name.rstrip("_") in _ALONG_A_DIM:
         yield argument(2, "index"), argument(0, "input").shape[argument(1, "dim")], 0
+    elif name == "take_along_dim" and (dim := argument(2, "dim")) is not None:
+        yield argument(1, "indices"), argument(0, "input").shape[dim], 0
     elif name in ("__getitem__", "__setitem__"):
         yield from _subscripts(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
     elif name in ("cross_entropy", "nll_loss"):

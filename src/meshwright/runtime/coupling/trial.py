@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from meshwright.blame import line_of
+from meshwright.blame import is_ours, line_of
 from meshwright.errors import StageError
 from meshwright.names import few
 from meshwright.runtime.coupling.attempt import (
@@ -75,7 +75,8 @@ class Verdict:
 
 # The outcomes of an attempt, the worst last.
 _KINDS = (MEAN, SUM, RATIO, COUPLED)
-_NOT_FINITE, _FAILED = 4, 5
+_NOT_FINITE, _FAILED, _BROKEN = 4, 5, 6
+"""The loss is not finite; the model's forward fails; a mistake of this package makes it fail."""
 
 
 def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, single: bool = False) -> Verdict:
@@ -100,7 +101,7 @@ def how_rows_combine(batch: Any, forwards: Forwards, dtype: torch.dtype, *, sing
         if outcome.most < _NOT_FINITE:
             break
     if outcome.most >= _NOT_FINITE:
-        return Verdict(COUPLED, outcome.why if outcome.most == _FAILED else "")
+        return Verdict(COUPLED, outcome.why if outcome.most >= _FAILED else "")
     kind = outcome.kind
     if kind != COUPLED and agreed(attempt.weighs_nothing(kind))[1]:
         # Rows without weight do not show the influence of others on them; in reversed order they come first.
@@ -132,7 +133,7 @@ def _also_otherwise(kind: str, attempt: Attempt, forwards: Forwards) -> bool:
         elsewhere = attempt.divided_elsewhere() or attempt.of(rolled_rows(attempt.rows, count))
     if (other := _with_other_integers(elsewhere, count)) is not None:
         outcome = _tried(other, forwards, (kind,))
-        if outcome.most < _NOT_FINITE:
+        if outcome.most < _NOT_FINITE or outcome.most == _BROKEN:
             return outcome.kind == kind
     return elsewhere is attempt or _tried(elsewhere, forwards).kind == kind
 
@@ -169,7 +170,7 @@ def _acts_unseen(rows: Any, kind: str, forwards: Forwards, first: int) -> str | 
         )
         attempt = Attempt(rows, forwards, computing, first=first)
         outcome = _tried(attempt, forwards)
-        if outcome.most != _FAILED:
+        if outcome.most < _FAILED:
             break
     if outcome.most >= _NOT_FINITE:
         # It may act on a number of all rows or not: rows run together, which is right in both cases.
@@ -249,7 +250,7 @@ def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, S
         except StageError:
             raise
         except Exception as error:  # rows that cannot be divided: a model that contains the batch size as a number
-            number, why = _FAILED, error_text(error)
+            number, why = _BROKEN if is_ours(error) else _FAILED, error_text(error)
         outcome = _Outcome(*forwards.agreed(number), why)
         if outcome.most != _KINDS.index(COUPLED):
             break
