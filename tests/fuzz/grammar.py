@@ -1122,9 +1122,10 @@ def checkpointed_code(b: Builder) -> None:
     c = b.value(lambda t: t.shape == shape)
     last = shape[-1]
     name = b.member("block", f"nn.Linear({last}, {last})")
-    body = b.pick([
-        "(t @ u.transpose(-1, -2)).softmax(-1) @ u", "F.dropout(t.tanh(), p=0.0) * u", f"self.{name}(t).relu() * u",
-        f"(self.{name}(t * u), u.sum(-1, keepdim=True))", "(t.sigmoid(), t.sigmoid() * u)", "(t, u * 2)",
+    body, results = b.pick([
+        ("(t @ u.transpose(-1, -2)).softmax(-1) @ u", 1), ("F.dropout(t.tanh(), p=0.0) * u", 1),
+        (f"self.{name}(t).relu() * u", 1), (f"(self.{name}(t * u), u.sum(-1, keepdim=True))", 2),
+        ("(t.sigmoid(), t.sigmoid() * u)", 2), ("(t, u * 2)", 2),
     ])  # fmt: skip
     again = b.pick(sorted({"checkpoint", "reentrant"} & b.allowed) or [""])
     text = f"checkpoint(lambda t, u: {body}, {{0}}, {{1}}, use_reentrant={again == 'reentrant'})"
@@ -1132,7 +1133,7 @@ def checkpointed_code(b: Builder) -> None:
         text = f"(lambda t, u: {body})({{0}}, {{1}})"
     else:
         b.kinds.add(again)
-    if not body.startswith("(") or not body.endswith(")") or "softmax" in body:
+    if results == 1:
         b.new(text, x, c)
         return
     kept = b.other(text, x, c)

@@ -128,9 +128,8 @@ def losses_beside_one_device(build: Callable[[], nn.Module], ways: str) -> list[
         with torch.inference_mode() if way == "i" else torch.set_grad_enabled(way == "s"):
             forward: Callable[..., Any] = {"s": job.step, "e": job.evaluate}.get(way, lambda batch: job(*batch))
             loss = float(forward((x,)))
-        with torch.set_grad_enabled(
-            way == "s"
-        ):  # (torch itself cannot train what a forward in inference mode has assigned)
+        # Not in inference mode: torch itself cannot train what such a forward has assigned.
+        with torch.set_grad_enabled(way == "s"):
             found.append((loss, expected := one(x)))
         if way == "s":
             expected.backward()

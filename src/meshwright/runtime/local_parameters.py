@@ -53,10 +53,14 @@ def _is_sharded_as(p: Tensor, line: ParameterRecipe) -> bool:
 
 
 def _forget_moves(part: Tensor) -> None:
-    """Deletes what the dispatcher stored on a tensor. Other attributes stay: those of a ``FakeTensor`` are torch's."""
+    """Deletes what the dispatcher stored on a local part. Other attributes stay: those of a ``FakeTensor`` are torch's."""
+    if isinstance(part, GlobalTensor):
+        part._mw_memo, part._mw_memory = {}, None
+        return
     attributes = vars(part)
     for name in [name for name in attributes if name.startswith("_mw_")]:
         del attributes[name]
+    part._mw_is_parameter = True  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -121,14 +125,11 @@ class LocalParameters(LocalPartLookup):
             part = cached.part
             if not cached.lasts:
                 self._parts.pop(key, None)
-            if not isinstance(part, GlobalTensor):
-                _forget_moves(part)
-                part._mw_is_parameter = True  # type: ignore[attr-defined]
-            elif part._mw_silent or part._mw_apart:  # true only in this forward
+            if isinstance(part, GlobalTensor) and (part._mw_silent or part._mw_apart):  # true only in this forward
                 self._parts.pop(key, None)
                 self.invalidate()
             else:
-                part._mw_memo, part._mw_memory = {}, None
+                _forget_moves(part)
         self._used.clear()
         self._types.clear()
         self.requested_ids.clear()
@@ -174,11 +175,7 @@ class LocalParameters(LocalPartLookup):
         if leaf is not None:
             self._leaves[id(p)] = p, _state(p), leaf
         for part in parts:
-            if isinstance(part, GlobalTensor):
-                part._mw_memo, part._mw_memory = {}, None
-            else:
-                _forget_moves(part)
-                part._mw_is_parameter = True  # type: ignore[attr-defined]
+            _forget_moves(part)
         self.invalidate()
 
     def set_type(self, x: Tensor, dtype: torch.dtype) -> None:
