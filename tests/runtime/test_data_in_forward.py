@@ -110,6 +110,13 @@ def test_an_assignment_gives_a_parameter_other_memory(plan: Any, checkpointed: s
     assert report, report
 
 
+@pytest.mark.parametrize("plan", ["dp_shard=2,tp=2", {"mesh": "tp=2", "microbatches": 2}], ids=str)
+def test_a_trial_in_another_type_gives_all_parts_one_memory(plan: Any, workers: LocalWorkers) -> None:
+    batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+    report = mw.check(partial(Follows, ""), batch, plan, workers=workers, dtype=torch.float32, steps=4)
+    assert report, report  # else the next forward writes to a part alone, and the parameter stays as it was
+
+
 def losses_beside_one_device(build: Callable[[], nn.Module], ways: str) -> list[tuple[float, float]]:
     """(of the job, of one device) for forwards of all kinds in turn, each of which changes the parameters; on the first rank.
 

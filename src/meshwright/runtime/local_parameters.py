@@ -169,9 +169,11 @@ class LocalParameters(LocalPartLookup):
         leaf = known[2] if known is not None and known[0] is p else None
         locals_of_parts = [local_of(part) for part in parts] + ([] if leaf is None else [leaf])
         raw_local(p).data = memory
+        # Not ``memory`` itself: a trial in float64 casts it to the parameter's dtype in each assignment, as a copy.
+        shared = raw_local(p).data
         for t in locals_of_parts:
             if storage_of(t) == before:
-                t.data = memory
+                t.data = shared
         if leaf is not None:
             self._leaves[id(p)] = p, _state(p), leaf
         for part in parts:
