@@ -190,6 +190,10 @@ class UncutPathError(StageError):
     the step begins."""
 
 
+OF_THE_RUN = (StageError, ReplicaError)
+"""Errors of a run and not of its model: a trial, which goes on if the model fails, raises them again."""
+
+
 class CheckpointError(PlanError):
     """Every problem of a checkpoint, or every reason why it does not fit; reported like those of a plan."""
 

@@ -76,6 +76,20 @@ class TwoSums(nn.Module):
         return sum(way() for way in ways) / 100
 
 
+class TwoUnits(nn.Module):
+    """Two units of FSDP2 of one size, in another order on ranks that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.other_way = self.leaves_out = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks)[1 if self.leaves_out else 0 :][:: -1 if self.other_way else 1]:
+            x = block(x)
+        return x.square().mean()
+
+
 class Odd(nn.Module):
     """NaN, -0.0, bfloat16, no elements, complex numbers, integers, a generator of its own; dropout before statistics of
     rows."""
@@ -262,6 +276,22 @@ CASES = {
     "tp: a sum that a rank leaves out": Case(
         TwoSums, tokens, {"mesh": "tp=2"}, Set("", "leaves_out", True), "the order of collectives in a tp group: rank 0 enters all_reduce of", at=5, proof=True
     ),
+    "fsdp: units in another order": Case(
+        TwoUnits, vectors, {"mesh": "dp_shard=2"}, Set("", "other_way", True),
+        "the order of units that FSDP2 gathers: rank 0 enters blocks.0, rank 1 enters blocks.1", at=5,
+    ),
+    "fsdp: units in another order, in the trial of rows": Case(
+        TwoUnits, vectors, {"mesh": "dp_shard=2"}, Set("", "other_way", True), "rank 0 enters blocks.0, rank 1 enters blocks.1",
+        step=1, at=1,
+    ),
+    "fsdp: a unit that a rank leaves out": Case(
+        TwoUnits, vectors, {"mesh": "dp_shard=2"}, Set("", "leaves_out", True), "rank 0 enters blocks.0, rank 1 enters blocks.1",
+        step=1, at=1, proof=True,
+    ),
+    "tp: sums in another order, in the trial of rows": Case(
+        TwoSums, tokens, {"mesh": "tp=2", "microbatches": 2}, Set("", "other_way", True),
+        "rank 0 enters all_reduce of", step=1, at=1, proof=True,
+    ),
     "odd values, tp": Case(Odd, vectors, {"mesh": "tp=2"}),
     "odd values, dp": Case(Odd, vectors, {"mesh": "dp_replicate=2"}),
     "odd values, fsdp": Case(Odd, vectors, {"mesh": "dp_shard=2"}, proof=True),
@@ -282,7 +312,7 @@ CASES = {
 
 def steps(case: Case) -> tuple[int, str]:
     """The steps done, and the error."""
-    batch, told = case.batch(), ""
+    batch = case.batch()
     job = mw.parallelize(case.build, {"verify": 2, **case.plan}, batch=batch)
     optimizer = job.guard.optimizers = torch.optim.AdamW(job.parameters(), lr=0.01)
     mesh = job.recipe.mesh
@@ -296,9 +326,9 @@ def steps(case: Case) -> tuple[int, str]:
             optimizer.step()
             optimizer.zero_grad()
     except mw.ReplicaError as error:
-        assert error.step == job.steps
-        told = str(error)
-    return job.steps, told
+        assert job.steps in (error.step, error.step - 1)  # the trial of rows is before the step
+        return error.step, str(error)
+    return job.steps, ""
 
 
 @pytest.mark.parametrize(
@@ -319,6 +349,21 @@ def test_a_difference_is_one_error_that_names_it_on_all_ranks_and_none_is_silent
             assert done == case.step and f"step {case.step}: " in told, (name, told)
         else:
             assert (done, told) == (5, ""), name
+
+
+def error_of_a_rank(case: Case) -> str:
+    """The error of a job whose ranks find a difference in several groups, at different times."""
+    try:
+        return steps(case)[1]
+    except mw.RankError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_difference_in_one_group_ends_the_job_on_the_ranks_of_all(at: int, workers: LocalWorkers) -> None:
+    case = Case(TwoUnits, vectors, {"mesh": "dp_replicate=2,dp_shard=2"}, Set("", "other_way", True), at=at)
+    for said in workers.run(error_of_a_rank, case, ranks=4, timeout=100):
+        assert "the order of units that FSDP2 gathers: rank" in said
 
 
 def resumed(folder: Path) -> tuple[list[int], str]:

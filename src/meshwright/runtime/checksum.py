@@ -79,3 +79,8 @@ def digest(t: Tensor) -> tuple[Any, ...]:
         return str(t.dtype), tuple(t.shape), ""
     values = in_one_dim(dense(t.detach()).cpu()).view(torch.uint8) if t.numel() else t.new_empty(0)
     return str(t.dtype), tuple(t.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+def number_of(text: str) -> int:
+    """A hash of a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)

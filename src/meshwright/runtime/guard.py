@@ -5,7 +5,8 @@
     a buffer, or frozen parameter, that no forward writes           have it
     a buffer that forwards write (it may depend on rows)            run the same rows: a tp group
     unsharded inputs and outputs of a block; the loss               run the same rows: a tp group
-    the order of the collectives of tensor parallelism              are in the same tp group
+    the order of the collectives of tensor parallelism              are in the same tp group (with ``OrderCheck``)
+    the order in which FSDP2 gathers units (``OrderCheck`` alone)   are on the same data axis
 
 It also checks on each rank that a forward leaves the parameters that FSDP2 has gathered unchanged: writes to them are
 lost. Planning keeps parameters that are written out of FSDP2 units, if it can trace the forward.
@@ -35,6 +36,7 @@ from meshwright.private import version, without_modes
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.checksum import checksum
 from meshwright.runtime.groups import Groups
+from meshwright.runtime.order_check import OrderCheck
 from meshwright.runtime.replicas import (
     Column,
     Key,
@@ -157,7 +159,8 @@ class Guard:
         self.cost = Ledger()
         self.last: ReplicaComparison | None = None
         self._columns: dict[Key, Column] = {}
-        self._new_notes = partial(StepNotes, model, recipe, groups, ledger, self.cost)
+        self._new_notes = partial(StepNotes, model, recipe, groups)
+        self._order_check = OrderCheck(model, recipe, groups, ledger, self.cost)
         self._notes = self._new_notes()  # of the running step
         self._places = self._notes.places
         self._constants: dict[str, Constant] = {}
@@ -181,19 +184,25 @@ class Guard:
             }
 
     @contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """A context for the forwards and backwards of a step that is compared: records what the step does.
+    def ordered(self, step: int) -> Iterator[None]:
+        """A context for a step that is compared, with the trial of its rows: ranks compare the order of collectives.
 
         Raises:
-            ReplicaError: ranks of a tp group enter different collectives. On all ranks of this group.
+            ReplicaError: ranks of a group enter different collectives. On all ranks of this group.
         """
-        self._notes = self._new_notes()
         try:
-            with self._notes.watching(step):
+            with self._order_check.watching(step):
                 yield
         except ReplicaError as error:
             self.last = ReplicaComparison(step, {"collectives": 1}, error.differences)
             raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context for the forwards and backwards of a step that is compared: records what the step does."""
+        self._notes = self._new_notes()
+        with self._notes.watching():
+            yield
 
     # --- at the end of a step -----------------------------------------------------------------------------------------
 

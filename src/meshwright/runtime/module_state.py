@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
 from meshwright.calls.structure import PLAIN, attributes_in, buffers_in, is_plain_object, is_scripted
-from meshwright.private import modules_of, set_version, version, without_modes
+from meshwright.private import modules_of, set_version, storage_of, version, without_modes
 from meshwright.runtime.weights.local_part import set_memory
 from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.dispatcher import full_tensor
@@ -241,7 +241,8 @@ class _Written:
         """Writes the values back. The parameter stays the same object; if the forward gave it other memory (``p.data =
         ...``), it gets its former memory back."""
         now = local_tensor(self.parameter)
-        if now.data_ptr() != self.local.data_ptr() or now.dtype != self.local.dtype:
+        now_at, was_at = ((storage_of(t), t.storage_offset(), t.dtype) for t in (now, self.local))
+        if now_at != was_at:
             set_memory(self.parameter, self.local)
         self.local.data.copy_(self.value)
         set_version(self.local, self.version)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshwright.calls.placeholder import Placeholder
 from meshwright.layout import Shard
 from meshwright.recipe import ParameterRecipe, Recipe
-from meshwright.runtime.step_notes import is_plain, number_of
+from meshwright.runtime.checksum import number_of
+from meshwright.runtime.step_notes import is_plain
 from meshwright.spmd.tensor import GlobalTensor
 from meshwright.watch.report import spelled_ranks
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.calls.placeholder import PathError
 from meshwright.code_state import CodeState
-from meshwright.errors import StageError, UncutPathError
+from meshwright.errors import OF_THE_RUN, StageError, UncutPathError
 from meshwright.evaluation import StepMode
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attempt import COUPLED, ForwardError, Forwards, Results, Trial
@@ -218,7 +218,7 @@ class RowTrials:
                     loss, left = self._runner.loss_alone(piece, mean_factors, read.on, grad=backward, wide=wide)
                 results.losses.append(loss)
                 results.left.append(left)
-            except StageError:
+            except OF_THE_RUN:
                 raise
             except Exception as error:
                 if self._runner.pipeline is None:

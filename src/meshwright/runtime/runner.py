@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.errors import StageError
+from meshwright.errors import OF_THE_RUN
 from meshwright.private import without_modes
 from meshwright.runtime.coupling.paths import ForwardContext, ForwardId
 from meshwright.runtime.coupling.trial_state import Slot
@@ -167,7 +167,7 @@ class Runner:
         try:
             with self.executor.trying(grad=grad, wide=wide):
                 losses = self.executor.run(microbatches, forward_context=self._hooked(forward_context), backward=False)
-        except StageError:
+        except OF_THE_RUN:
             raise
         except Exception as error:
             failure = error

@@ -125,14 +125,17 @@ class Steps:
 
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
-        try:
-            rows, microbatches = self._begin(batch, backward=backward)
-        except BaseException:
-            self.count -= backward
-            raise
         guarded = backward and guard.due(self.count)
-        with self._end.within(step, *self._of_a_copy(UncutPathError)):
-            losses, loss = self._losses(batch, rows, microbatches, guarded=guarded, backward=backward)
+        ordered = guard.ordered(step) if guarded else nullcontext()
+        of_all = self._of_a_copy(UncutPathError)
+        with self._end.within(step, PlanError, *of_all), ordered:
+            try:
+                rows, microbatches = self._begin(batch, backward=backward)
+            except BaseException:
+                self.count -= backward
+                raise
+            with self._end.within(step, *of_all):
+                losses, loss = self._losses(batch, rows, microbatches, guarded=guarded, backward=backward)
         if guarded:
             runner.sharded_model.reshard()
             guard.compare(step, losses)
@@ -149,7 +152,7 @@ class Steps:
         containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
         if containers is not None:
             as_given = microbatches.with_other_containers()
-        guard = self._guard.watching(self.number) if guarded else nullcontext()
+        guard = self._guard.watching() if guarded else nullcontext()
         with division.random_numbers(microbatches), guard:
             try:
                 losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)

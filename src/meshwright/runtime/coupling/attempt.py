@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.code_state import CodeState
-from meshwright.errors import StageError
+from meshwright.errors import OF_THE_RUN
 from meshwright.evaluation import in_evaluation
 from meshwright.generators import Generators
 from meshwright.private import has_backward_hooks
@@ -228,7 +228,7 @@ class Attempt:
                 lines.append(set())
                 trial = partial(self._trial_with_saved, TrialForward(self._numbers, *span), lines[-1])
                 self._losses([take_rows(self._rows, *span)], MEAN, trial)
-        except StageError:
+        except OF_THE_RUN:
             raise
         except (RuntimeError, ForwardError):  # torch does not show the saved tensors of this forward (torch.func)
             return False, ""
@@ -307,7 +307,7 @@ class Attempt:
         trial = partial(self._trial, TrialForward(self._numbers, 0, self._count), Results(), begin)
         try:
             results: Results = self._without_gradients(partial(self._losses, [self._rows], MEAN, trial))
-        except StageError:
+        except OF_THE_RUN:
             raise
         except Exception:  # of whatever type: the same on every rank
             return None
@@ -336,7 +336,7 @@ class Attempt:
         loss, backwards = self._of_all.losses[0], reversed_rows(self._rows, self._count)
         try:
             other = self._outcome([(0, self._count)], [backwards], MEAN, DrawnNumbers(self._count)).losses[0]
-        except StageError:
+        except OF_THE_RUN:
             raise
         except Exception:  # rows that must be in order: packed sequences, the longest first
             return 8 * noise

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from meshwright.errors import OF_THE_RUN
 from meshwright.private import pytree, storage_of
 from meshwright.runtime.coupling.tensor_table import TensorTable, is_parameter
 from meshwright.runtime.weights.parameters import local_tensor
@@ -110,6 +111,8 @@ class Float64Mode(FunctionMode):
         try:
             wide_args, wide_kwargs = pytree.tree_map(self._wide, (args, kwargs))
             result = _CASTS.get(func, func)(*wide_args, **wide_kwargs)
+        except OF_THE_RUN:
+            raise
         except Exception:
             return self._refused(func, args, kwargs)
         if func in _CONVERSIONS and is_parameter(args[0]):
@@ -121,6 +124,8 @@ class Float64Mode(FunctionMode):
         is given become wider, if they must."""
         try:
             return func(*args, **kwargs)
+        except OF_THE_RUN:
+            raise
         except RuntimeError:
             # autograd.grad(outputs, inputs, given), autograd.backward(tensors, given)
             before, named = 2 if func is torch.autograd.grad else 1, _named(kwargs, "grad_outputs", "grad_tensors")
@@ -132,6 +137,8 @@ class Float64Mode(FunctionMode):
         float32. An error of the model is raised again."""
         try:
             return func(*args, **kwargs)
+        except OF_THE_RUN:
+            raise
         except Exception:
             rounded_args, rounded_kwargs = pytree.tree_map(_rounded, (args, kwargs))
             return pytree.tree_map(self._wide, func(*rounded_args, **rounded_kwargs))
@@ -145,6 +152,8 @@ class Float64Mode(FunctionMode):
 
         try:
             return func(*args, **kwargs)
+        except OF_THE_RUN:
+            raise
         except RuntimeError:  # some functions with an index refuse values of another dtype
             cast_operands, cast_kwargs = pytree.tree_map(as_target, (operands, kwargs))
             return func(target, *cast_operands, **cast_kwargs)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.blame import is_ours, line_of
-from meshwright.errors import StageError
+from meshwright.errors import OF_THE_RUN
 from meshwright.names import few
 from meshwright.runtime.coupling.attempt import (
     COUPLED,
@@ -202,7 +202,7 @@ def _draws_parameters(attempt: Attempt, forwards: Forwards) -> str | None:
     names, failure = list[str](), ""
     try:
         names = attempt.drawn_parameters()
-    except StageError:
+    except OF_THE_RUN:
         raise
     except Exception as error:
         failure = f"whether it writes random numbers to what is trained could not be tried ({error_text(error)})"
@@ -216,7 +216,7 @@ def _changes_loss(attempt: Attempt, other: Attempt, forwards: Forwards) -> bool:
     try:
         a, b = attempt.loss_of_all(), other.loss_of_all()
         changes = not abs(a - b) <= 1e-12 * max(1.0, abs(a))
-    except StageError:
+    except OF_THE_RUN:
         raise
     except Exception:  # what is different makes it fail
         changes = True
@@ -247,7 +247,7 @@ def _tried(attempt: Attempt, forwards: Forwards, kinds: Sequence[str] = (MEAN, S
             number = _KINDS.index(compared())
         except NotFiniteError:
             number = _NOT_FINITE
-        except StageError:
+        except OF_THE_RUN:
             raise
         except Exception as error:  # rows that cannot be divided: a model that contains the batch size as a number
             number, why = _BROKEN if is_ours(error) else _FAILED, error_text(error)
@@ -278,7 +278,7 @@ def combine_as(way: str, rows: Any, first: int, forwards: Forwards) -> bool:
                 fits = compared() == way
             except NotFiniteError:
                 fits = perturbed  # with perturbed weights this says nothing
-            except StageError:
+            except OF_THE_RUN:
                 raise
             except Exception:  # the rows cannot run apart
                 fits = False
@@ -295,7 +295,7 @@ def finite_together_alone(way: str, rows: Any, first: int, forwards: Forwards) -
     attempt = Attempt(rows, forwards, _computing_in_float64(forwards, perturbed=False), first=first)
     try:
         together = attempt.finite_together_alone(way)
-    except StageError:
+    except OF_THE_RUN:
         raise
     except Exception:  # the rows cannot run apart
         together = False

@@ -60,7 +60,7 @@ def shard_units(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
         with _hooks_without_modes(module, unit, policy), class_name_kept(module):
             fully_shard(
                 module,
-                mesh=_mesh(unit, groups),
+                mesh=unit_mesh(unit, groups),
                 reshard_after_forward=recipe.reshard_after_forward and bool(unit.name) and unit.follows_outputs,
                 mp_policy=policy,
                 ignored_params=others or None,
@@ -221,7 +221,8 @@ def without_gradient(fsdp_param: Any) -> Tensor | None:
     return p
 
 
-def _mesh(unit: Unit, groups: Groups) -> Any:
+def unit_mesh(unit: Unit, groups: Groups) -> Any:
+    """The mesh of a unit: the data axes, without ``dp_replicate`` if it has one rank."""
     mesh = groups.of(unit.data, unit.place)
     names = [n for n in ("dp_replicate", "dp_shard") if n == "dp_shard" or mesh[n].size() > 1]
     return mesh[tuple(names)] if len(names) > 1 else mesh["dp_shard"]
