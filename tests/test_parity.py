@@ -762,6 +762,33 @@ def test_what_one_device_rounds_by_itself_is_not_counted_against_a_job(workers: 
     assert report, report
 
 
+class Multiplies(nn.Module):
+    """Its loss multiplies rounding: each application of the map doubles a difference."""
+
+    def __init__(self, gradient: float) -> None:
+        super().__init__()
+        self.first, self.second, self.gradient = nn.Linear(8, 16), nn.Linear(16, 4), gradient
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.second(self.first(x).relu())
+        with torch.no_grad():
+            mapped = h.sigmoid()
+            for _ in range(40):
+                mapped = 3.99 * mapped * (1 - mapped)
+        if in_a_job():
+            h = scaled(h, self.gradient)
+        return {"loss": h.square().mean() + 0.1 * mapped.mean()}
+
+
+def test_what_a_model_multiplies_is_not_counted_and_its_gradients_are_judged_all_the_same(check: Check) -> None:
+    right = check(partial(Multiplies, 1.0), fresh_batch(), TP)
+    assert right, right
+    assert any("the model multiplies rounding" in note and "loss differs by" in note for note in right.notes), right
+    wrong = check(partial(Multiplies, 1.0001), fresh_batch(), TP)
+    assert not wrong
+    assert {name for name, error in wrong.errors["gradients"].items() if error > 1e-9} == set(wrong.errors["gradients"])
+
+
 class RaisesInAType(Small):
     """Whoever sees it compute in float32 on several ranks, sees it raise."""
 

@@ -38,6 +38,8 @@ from meshwright.parity.job import Outcome, distributed
 from meshwright.parity.one_device import Reference, reference, unrepeated
 from meshwright.parity.precision import MARGIN, findings_in_precision, other_values, reference_in_precision, smaller
 from meshwright.parity.report import Report
+from meshwright.parity.rounding import MARGIN as ROUNDING_MARGIN
+from meshwright.parity.rounding import beyond_rounding, largest_noise, rounding_noise
 from meshwright.plan import Plan, PlanLike
 from meshwright.runtime.checksum import digest
 from meshwright.runtime.rows.batch import plain
@@ -56,6 +58,10 @@ _UNREPEATED = (
 _ONCE = (
     "compared in {} too, from two sets of starting values: {} was off by {:.1f} × the change by rounding in another order from "
     "one of them alone, as happens where a value lies so near a kink (of relu, say) that rounding decides its side"
+)
+_MULTIPLIED = (
+    "the model multiplies rounding: from starting values that are moved in their last bits, one device's own {} differs by "
+    "{:.0e}; errors up to {} times such differences are not counted"
 )
 _CACHED_REFERENCES = 8  # that a pool keeps: enough for one model under several plans, and small in memory
 
@@ -92,7 +98,8 @@ def check(
             Default: workers are started for this check.
         dtype: ``torch.float64`` or ``torch.float32``: compare in this type alone. Default: float64, or float32 if one device
             raises in float64; then the plan's own types.
-        tolerance: largest relative error. Default: 1e-9 in float64, 1e-4 in float32.
+        tolerance: largest relative error. Default: 1e-9 in float64, 1e-4 in float32; larger for a model that multiplies
+            rounding, with a note (``meshwright.parity.rounding``).
         steps: number of optimizer steps.
         optimizer: makes the optimizer of a list of parameters, as ``functools.partial(Mine, lr=0.1)``: of a model's parameters
             on one device, of the job's under the plan. Default: SGD with momentum, which shows a wrong gradient best; Adam
@@ -118,12 +125,11 @@ def check(
         try:
             one = _reference(pool, case, narrow=dtype is None, timeout=timeout)
             case, notes, side = one.case, (*one.notes, *_notes(one.case)), "the job"
-            limit = _tolerance(tolerance, case)
-            report = _compared(pool, case, one, plan, notes, limit, timeout, started)
+            report = _compared(pool, case, one, plan, notes, tolerance, timeout, started)
             if not report and (moved := pool.run(unrepeated, case, one.start, ranks=1, timeout=timeout)[0]):
                 notes = (*notes, _UNREPEATED.format(few(moved), max(moved.values())))
                 case = replace(case, start=one.start)
-                report = _compared(pool, case, one, plan, notes, limit, timeout, started)
+                report = _compared(pool, case, one, plan, notes, tolerance, timeout, started)
             if dtype is not None or plan.precision == _name(case.dtype) or not report:
                 return report
             side = f"the job in {plan.precision}"
@@ -138,12 +144,27 @@ def check(
 
 
 def _compared(
-    pool: LocalWorkers, case: Case, one: Reference, plan: Plan, notes: tuple[str, ...], tolerance: float, timeout: float,
+    pool: LocalWorkers, case: Case, one: Reference, plan: Plan, notes: tuple[str, ...], said: float | None, timeout: float,
     started: float,
 ) -> Report:  # fmt: skip
-    """Runs the job in the type of the case, and compares it with the reference."""
+    """Runs the job in the type of the case, and compares it with the reference.
+
+    Args:
+        said: the tolerance that the caller has given. None: that of the type, and what rounding does to the reference.
+    """
+    tolerance = _tolerance(said, case)
     outcome = _outcome(pool, case, plan.replace(precision=_name(case.dtype)), timeout)
-    return _report(one, outcome, compare(one, outcome, tolerance), plan, notes, tolerance, started)
+    findings = compare(one, outcome, tolerance)
+    report = _report(one, outcome, findings, plan, notes, tolerance, started)
+    if report or said is not None or not isfinite(report.worst[2]):
+        return report
+    noise = pool.run(rounding_noise, one, ranks=1, timeout=timeout)[0]
+    beyond = beyond_rounding(findings, noise)
+    if beyond.errors == findings.errors:
+        return report
+    name, largest = largest_noise(noise)
+    notes = (*notes, _MULTIPLIED.format(name, largest, round(ROUNDING_MARGIN)))
+    return _report(one, outcome, beyond, plan, notes, tolerance, started)
 
 
 def _in_precision(pool: LocalWorkers, case: Case, plan: Plan, passed: Report, timeout: float, started: float) -> Report:

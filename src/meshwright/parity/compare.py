@@ -109,6 +109,19 @@ def differences(
     return errors, words
 
 
+def combined(combine: Callable[..., float], *errors: Errors) -> Errors:
+    """For each tensor, ``combine`` of its error in each of ``errors``. A tensor that is absent in one has the error inf."""
+    first = errors[0]
+
+    def of_kind(kind: Kind) -> dict[str, float]:
+        return {name: combine(*(e[kind].get(name, inf) for e in errors)) for name in first[kind]}
+
+    return Errors(
+        loss=combine(*(e["loss"] for e in errors)),
+        gradients=of_kind("gradients"), parameters=of_kind("parameters"), buffers=of_kind("buffers"),
+    )  # fmt: skip
+
+
 def _updates(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The change of each parameter since the start; for one that is new or has another shape, its value."""
     updates = {}

@@ -116,6 +116,11 @@ def _without_draws(case: Case) -> Reference:
     return replace(one, notes=tuple(notes))
 
 
+def repeated(case: Case) -> Reference:
+    """The steps of a case that a reference has run, once more."""
+    return _one_device(case)[0]
+
+
 def _one_device(case: Case) -> tuple[Reference, bool]:
     """Runs the steps of a case. Returns the reference, and whether the forward used a random generator."""
     with code_state_kept(case.build):

@@ -20,9 +20,9 @@ types only (a sum that overflows, a loss or a gradient in the wrong type, a type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from meshwright.code_state import code_state_kept
 from meshwright.parity.case import Case
-from meshwright.parity.compare import Errors, Findings, Kind, Measure, differences, errors_of
+from meshwright.parity.compare import Errors, Findings, Measure, combined, differences, errors_of
 from meshwright.parity.job import Outcome
 from meshwright.parity.one_device import Reference, model_of, prepare_generators, train
 from meshwright.parity.preparation import perturbed
@@ -58,7 +58,7 @@ def reference_in_precision(case: Case, precision: str) -> tuple[Reference, Error
     next_parameters = {name: _with_next_bits(p) for name, p in one.facts.parameters.items()}
     repeats.append(replace(one.facts, parameters=next_parameters))  # an update may always differ by its last bit
     errors = [differences(one.start, one.facts, facts, _typical(dtype))[0] for facts in repeats]
-    return one, _combined(lambda *values: max(*values, torch.finfo(dtype).eps), *errors)
+    return one, combined(lambda *values: max(*values, torch.finfo(dtype).eps), *errors)
 
 
 def _in_float64(case: Case) -> Reference | None:
@@ -76,7 +76,7 @@ def findings_in_precision(one: Reference, noise: Errors, outcome: Outcome, preci
     have it. Nothing can be said of such a tensor.
     """
     errors, words = errors_of(one, outcome, _typical(getattr(torch, precision)))
-    in_units = _combined(lambda error, unit: error / unit if isfinite(unit) else 0.0, errors, noise)
+    in_units = combined(lambda error, unit: error / unit if isfinite(unit) else 0.0, errors, noise)
     return Findings(in_units, words, (HINT,))
 
 
@@ -92,7 +92,7 @@ def other_values(one: Reference) -> dict[str, Tensor]:
 
 def smaller(first: Findings, second: Findings) -> Findings:
     """For each tensor the smaller error of two comparisons."""
-    return replace(first, errors=_combined(min, first.errors, second.errors))
+    return replace(first, errors=combined(min, first.errors, second.errors))
 
 
 def _with_next_bits(p: Tensor) -> Tensor:
@@ -113,19 +113,6 @@ def _typical(dtype: torch.dtype) -> Measure:
 def _rms(x: Tensor) -> float:
     """The root mean square of the elements; 0 for an empty tensor."""
     return x.abs().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def _combined(combine: Callable[..., float], *errors: Errors) -> Errors:
-    """For each tensor, ``combine`` of its error in each of ``errors``. A tensor that is absent in one has the error inf."""
-    first = errors[0]
-
-    def combined(kind: Kind) -> dict[str, float]:
-        return {name: combine(*(e[kind].get(name, inf) for e in errors)) for name in first[kind]}
-
-    return Errors(
-        loss=combine(*(e["loss"] for e in errors)),
-        gradients=combined("gradients"), parameters=combined("parameters"), buffers=combined("buffers"),
-    )  # fmt: skip
 
 
 def _one_device(case: Case, dtype: torch.dtype, repeat: int) -> Reference:
