@@ -79,6 +79,25 @@ def test_sparse_buffers(kind: str, mesh: str, workers: LocalWorkers) -> None:
     assert report, report
 
 
+class Computed(nn.Module):
+    """Its constructor computes with sparse matrices."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, NODES), nn.Linear(NODES, 6)
+        self.register_buffer("edges", edges(kind).clone() * 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.edges @ self.first(x).relu().t()).t()).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc"])
+def test_constructors_that_compute_with_sparse_matrices(kind: str, mesh: str, workers: LocalWorkers) -> None:
+    report = mw.check(partial(Computed, kind), rows(), mesh, workers=workers)
+    assert report, report
+
+
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "pp=3", "dp_shard=2,tp=2"])
 def test_sparse_buffers_that_no_forward_uses(mesh: str, workers: LocalWorkers) -> None:
     report = mw.check(Unused, rows(), mesh, workers=workers)

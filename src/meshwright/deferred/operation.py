@@ -31,10 +31,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def outputs_on_meta(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The outputs of an op, as meta tensors; None if they depend on values, or are not all plain tensors.
+    """The outputs of an op, as meta tensors; None if they depend on values, or are not all plain tensors, or if an argument
+    is sparse.
 
     The result is cached, so its tensors may not be written.
     """
+    if any(tensor.layout != torch.strided for tensor in tensors_in((args, kwargs))):
+        return None  # a description has strides
     key = func, torch.get_default_dtype(), described(args), described(dict(kwargs))
     try:
         return _cached_outputs(*key)

@@ -62,7 +62,23 @@ _ANSWERED = _READ_PAST | {
     Tensor.type,
     Tensor.__format__,
     torch.autograd.grad,
+    torch.istft,
+    Tensor.istft,
 }
+
+
+def _istft(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands for ``torch.istft`` on meta. Torch reads whether the windows leave out a position, which has no answer there.
+
+    The length of the result is that of one row of ones with a window of ones.
+    """
+    row = torch.ones(x.shape[-2:], dtype=x.dtype)
+    with without_any_mode():
+        ones = partial(pytree.tree_map_only, Tensor, lambda t: torch.ones(t.shape, dtype=t.dtype))
+        result = torch.istft(row, *ones(args), **ones(kwargs))
+    total = sum((to_meta(t).sum() for t in tensors_within((args, kwargs))), x.sum((-2, -1)))
+    total = total if result.is_complex() else total.real
+    return total[..., None].expand(*total.shape, *result.shape).clone()
 
 
 def _type(x: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -130,6 +146,8 @@ class MetaFunctions(FunctionMode):
             return torch.device("cpu")
         if func is Tensor.type:
             return _type(*args, **kwargs)
+        if func in (torch.istft, Tensor.istft):
+            return _istft(*args, **kwargs)
         if func is Tensor.__format__:  # a number in a text, for example in a module's name
             return NotImplemented if x.dim() else format(x.item(), *args[1:])
         return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None  # no backward follows
