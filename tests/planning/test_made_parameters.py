@@ -85,3 +85,29 @@ def test_a_build_that_runs_a_forward_makes_a_model_like_any_other(
 ) -> None:
     report = mw.check(partial(run_once, kind), rows(), mesh, loss=loss, workers=workers, dtype=torch.float64)
     assert report, report
+
+
+class Renames(nn.Module):
+    """Registers the parameters of its layers under names of its own, again at each assignment, as opacus' DPLSTM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 96), nn.Linear(96, 4)
+        self.names = {"first.weight": "weight_first", "last.weight": "weight_last"}
+        self.ready = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if "ready" in vars(self):
+            for old, p in list(self.named_parameters()):
+                if old in self.names:
+                    self.register_parameter(self.names[old], p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "dp_replicate=2"])
+def test_a_class_may_do_more_when_its_modules_are_assigned_to(mesh: str, workers: LocalWorkers) -> None:
+    report = mw.check(Renames, rows(), mesh, loss=loss, workers=workers, dtype=torch.float64)
+    assert report, report
