@@ -304,6 +304,27 @@ def bool_true() -> bool:
     return True
 
 
+class Missing(nn.Module):
+    """A table with values that are missing, and an infinite one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer(
+            "table", torch.tensor([1.0, float("nan"), float("-inf"), 2.0, 0.0, 1.0, float("nan"), 3.0])
+        )
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        known = self.table.isfinite()
+        return {"loss": torch.where(known, self.linear(x) - self.table.nan_to_num(0.0, 0.0, 0.0), 0.0).square().mean()}
+
+
+@pytest.mark.parametrize("mesh", [TP, DATA])
+def test_nan_in_a_table_is_equal_to_nan(check: Check, mesh: str) -> None:
+    report = check(Missing, fresh_batch(), mesh)
+    assert report, report
+
+
 def test_buffers_are_compared(check: Check) -> None:
     report = check(partial(Small, "buffer"), batch(), DATA)
     assert not report

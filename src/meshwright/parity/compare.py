@@ -156,7 +156,9 @@ def _errors(
     for name in [*expected, *(n for n in actual if n not in expected)]:
         a, b = actual.get(name), expected.get(name)
         if scale is None and a is not None and b is not None and a.shape == b.shape:
-            equal = a == b  # elements that are equal infinities are no error: a buffer may be an attention mask
+            # Equal infinities are no error (a buffer may be an attention mask), nor nan on both sides (what is missing in a
+            # table): if it came from the computation, the loss or a gradient is nan, too.
+            equal = (a == b) | (a.isnan() & b.isnan())
             a, b = a.masked_fill(equal, 0), b.masked_fill(equal, 0)
         errors[name] = _error(a, b, scale if scale is not None else max(1.0, largest_value([b])), measure)
         if text := _words(a, b):
