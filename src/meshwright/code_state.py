@@ -96,13 +96,12 @@ class _Search:
 
     def _add_builder(self, build: Callable[..., Any]) -> None:
         """Adds the code of a function that makes a model. What it is closed over, or a method of, is the script's own."""
-        # (An object of ours may hold the function.)
-        for value in (build, *(parts(build) or ()), *getattr(build, "__dict__", {}).values()):
-            self._packages |= _package(getattr(value, "__module__", None) or "")
-            if isinstance(value, types.FunctionType):
-                self._of_script.add(id(value))
-            if value is build or parts(value) is None:
-                self._add_code(value)
+        for value in (build, *getattr(build, "__dict__", {}).values()):  # (an object of ours may hold the function)
+            for part in _made_of(value):
+                self._packages |= _package(getattr(part, "__module__", None) or "")
+                if isinstance(part, types.FunctionType):
+                    self._of_script.add(id(part))
+                self._add_code(part)
 
     def _add_model(self, model: nn.Module) -> None:
         """Adds the code of modules. What their attributes hold is the state of modules, which others put back."""
@@ -225,6 +224,15 @@ class _Search:
             self.restores.append(_container(holder))
         for item in items:
             self._add(item, depth)
+
+
+def _made_of(value: Any) -> Iterator[Any]:
+    """The functions and values of which a callable object is made, those within partial functions too; or the value itself."""
+    within = parts(value)
+    if within is None:
+        yield value
+    for part in within or ():
+        yield from _made_of(part)
 
 
 @functools.cache

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.code_state import CodeState, code_state_kept
@@ -206,6 +208,34 @@ def test_a_function_that_makes_a_model_is_followed_to_its_classes() -> None:
     with code_state_kept(build):
         before = [block.index for block in build().blocks]
     assert before == [block.index for block in build().blocks] == [0, 1, 2, 3]
+
+
+@functools.cache
+def drawn_once(size: int) -> list[Tensor]:
+    """A table that the first model draws, and later ones find."""
+    return [torch.randn(size, size)]
+
+
+class FromATable(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("table", drawn_once(size)[0].clone())
+        self.first, self.last = nn.Linear(size, size), nn.Linear(size, size)  # drawn after the table, or without one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() @ self.table).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "dp_shard=2"])
+def test_a_constructor_s_cache_is_empty_for_each_model(mesh: str, workers: LocalWorkers) -> None:
+    """Also if a partial function that makes the model is within an object that prepares it, as ``check`` has one."""
+    batch = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+    report = mw.check(partial(FromATable, 8), batch, mesh, loss=output, workers=workers, dtype=torch.float64)
+    assert report and not any("does not repeat itself" in note for note in report.notes), report
+
+
+def output(loss: Tensor) -> Tensor:
+    return loss
 
 
 ONCE = """
