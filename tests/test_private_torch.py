@@ -575,7 +575,7 @@ def test_a_stage_decides_of_checkpoints_by_what_they_keep_and_run_again(reentran
         def __init__(self, is_one: bool) -> None:
             self.is_one = is_one
 
-        def checkpoint_begins(self) -> bool:
+        def checkpoint_begins(self, *, reentrant: bool) -> bool:
             runs.append("begins")
             return self.is_one
 

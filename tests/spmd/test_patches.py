@@ -191,7 +191,7 @@ def test_checkpoints_are_told_of_by_whoever_was_asked_last() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def checkpoint_begins(self) -> bool:
+        def checkpoint_begins(self, *, reentrant: bool) -> bool:
             told.append(self.name)
             return True
 

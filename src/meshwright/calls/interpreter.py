@@ -309,18 +309,23 @@ class StageInterpreter(Tracer):
             )
         return tensors
 
-    def segment_begins(self, segment: Segment) -> bool:
+    def segment_begins(self, segment: Segment, *, reentrant: bool) -> bool:
         """See ``Tracer``. A segment is recomputed untraced, so only if all its events are this rank's."""
         start, stop = self.graph.segments.get(segment, (0, 0))
-        return start < stop and all(map(self.program.runs, range(start, stop))) and self._has_inputs(start, stop)
+        if not (start < stop and all(map(self.program.runs, range(start, stop)))):
+            return False
+        outside = self._from_other_places(start, stop)
+        # Gradients of a reentrant one go to the model's own tensors, and so pass over the forks of these values.
+        if reentrant and any(self.graph.values[n].requires_grad for n in outside):
+            return False
+        return all(n in self._values and type(self._values[n]) is Tensor for n in outside)
 
-    def _has_inputs(self, start: int, stop: int) -> bool:
-        """Whether the model's own tensors are those with which branches compute in these events: whole tensors of this rank. A
-        recomputation takes the model's."""
+    def _from_other_places(self, start: int, stop: int) -> list[int]:
+        """The values from other places that branches take in these events. A recomputation takes the model's own tensors, so
+        these must be those with which the branch computes: whole tensors of this rank."""
         place, values = self.program.place, self.graph.values
         inputs = {(place(p), n) for p in range(start, stop) if place(p) for n in self.graph.events[p].inputs}
-        outside = [n for here, n in inputs if place(values[n].position) != here]
-        return all(n in self._values and type(self._values[n]) is Tensor for n in outside)
+        return [n for here, n in inputs if place(values[n].position) != here]
 
     def is_hiding(
         self, code_call: Segment, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -282,7 +282,7 @@ class Tracer(FunctionMode):
 
     # --- checkpoints of the model's own -----------------------------------------------------------------------------
 
-    def checkpoint_begins(self) -> bool:
+    def checkpoint_begins(self, *, reentrant: bool) -> bool:
         """See ``Checkpoints``. In a call that is not traced, activations may be recomputed."""
         if self.closed or self.thread != threading.get_ident():
             self.segments.append(None)
@@ -290,7 +290,7 @@ class Tracer(FunctionMode):
         frame = self.frames[-1]
         segment, frame.checkpoints = (frame.path, frame.checkpoints), frame.checkpoints + 1
         self.segments.append(segment)
-        return self.segment_begins(segment)
+        return self.segment_begins(segment, reentrant=reentrant)
 
     def checkpoint_runs(self, before: Any, now: Any) -> None:
         """See ``Checkpoints``. Over tp a checkpoint keeps local tensors, and its function gets new global ones."""
@@ -390,7 +390,7 @@ class Tracer(FunctionMode):
     def untraceable(self, function: str) -> None:
         """The model calls a function of a value, and the result of that function cannot be traced."""
 
-    def segment_begins(self, segment: Segment) -> bool:
+    def segment_begins(self, segment: Segment, *, reentrant: bool) -> bool:
         """A segment begins: the model calls a checkpoint. Returns whether the segment may be recomputed."""
         return True
 

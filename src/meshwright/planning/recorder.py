@@ -401,7 +401,7 @@ class ForwardRecorder(Tracer):
             fix="mesh: {dp_shard: 2}",
         )
 
-    def segment_begins(self, segment: Segment) -> bool:
+    def segment_begins(self, segment: Segment, *, reentrant: bool) -> bool:
         self.graph.segments[segment] = len(self.graph.events), len(self.graph.events)
         return False  # run the segment as it is, so that values have the autograd graph that they have in its recomputation
 

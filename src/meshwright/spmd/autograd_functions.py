@@ -278,7 +278,7 @@ def checkpoints_noted(functions: list[Segment]) -> Iterator[None]:
 class Checkpoints(Protocol):
     """Receives the events of a model's own checkpoints."""
 
-    def checkpoint_begins(self) -> bool:
+    def checkpoint_begins(self, *, reentrant: bool) -> bool:
         """A checkpointed function begins. Returns whether its activations may be dropped and recomputed in a backward."""
 
     def checkpoint_runs(self, before: Any, now: Any) -> None:
@@ -298,7 +298,7 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
 
     def by_generator(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Iterator[None]:
-            if told.checkpoint_begins():
+            if told.checkpoint_begins(reentrant=False):
                 yield from make(*args, **kwargs)
             else:
                 yield
@@ -308,7 +308,7 @@ def followed_checkpoints(told: Checkpoints) -> Iterator[None]:
 
     def reentrant(apply: Callable[..., Any]) -> Callable[..., Any]:
         def applied(function: Segment, preserve: Any, *args: Any) -> Any:
-            if told.checkpoint_begins():
+            if told.checkpoint_begins(reentrant=True):
                 runs = [function]  # emptied by the first run; later runs are recomputations in a backward
                 returned: list[Any] = []
 

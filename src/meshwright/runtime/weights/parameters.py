@@ -111,14 +111,11 @@ def make_gradients_dense(model: nn.Module) -> None:
             module.sparse = False
 
 
-def _put(module: nn.Module, key: str, p: nn.Parameter) -> None:
-    """Assigns a parameter as ``nn.Module`` does. A class may do more in its own ``__setattr__``: it may register all parameters
-    again, those that are not yet replaced too."""
-    nn.Module.__setattr__(module, key, p)
-
-
 def shard_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-    """Replaces every parameter (on meta) by a DTensor over the tp mesh with this rank's local shape. Tied ones stay tied."""
+    """Replaces every parameter (on meta) by a DTensor over the tp mesh with this rank's local shape. Tied ones stay tied.
+
+    (By ``register_parameter``: a class may do more when it is assigned to, and register again those not yet replaced.)
+    """
     if recipe.mesh.axis_size("tp") == 1:
         return
     replaced: dict[int, nn.Parameter] = {}
@@ -128,7 +125,7 @@ def shard_parameters(model: nn.Module, recipe: Recipe, groups: Groups) -> None:
             continue
         if id(p) not in replaced:
             replaced[id(p)] = _at_rest(p, line, recipe, groups)
-        _put(module, key, replaced[id(p)])
+        module.register_parameter(key, replaced[id(p)])
 
 
 def _at_rest(p: nn.Parameter, line: ParameterRecipe, recipe: Recipe, groups: Groups) -> nn.Parameter:
@@ -158,7 +155,7 @@ def allocate(model: nn.Module, recipe: Recipe, groups: Groups, allocated: Alloca
         if id(p) in plain and id(p) not in elsewhere:
             if id(p) not in replaced:
                 replaced[id(p)] = nn.Parameter(allocated(p.detach(), groups.device), requires_grad=p.requires_grad)
-            _put(module, key, replaced[id(p)])
+            module.register_parameter(key, replaced[id(p)])
 
 
 def fill(model: nn.Module, recipe: Recipe, groups: Groups, values: Values | None) -> None:
@@ -193,7 +190,7 @@ def put_back(model: nn.Module, objects: Mapping[str, nn.Parameter]) -> StandIns:
             torch.utils.swap_tensors(before, now)
             for _, module, key, p in slots:
                 if p is now:
-                    _put(module, key, before)
+                    module.register_parameter(key, before)
     return stand_ins
 
 
