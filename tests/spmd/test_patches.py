@@ -40,7 +40,6 @@ SETS = {
     "parity/preparation.py": "attributes of the model's modules, and of its configs",
     "deferred/__init__.py": "hooks of the model's parameters, back on them",
     "planning/units.py": "parameters of the model's modules, back after their unit",
-    "runtime/weights/parameters.py": "parameters of the model's modules",
     "runtime/pipeline/stage_constants.py": "attributes of the model's modules",
     "runtime/pipeline/stage_buffers.py": "attributes of the model's modules",
     "runtime/coupling/trial_state.py": "tensors of the model's modules",
