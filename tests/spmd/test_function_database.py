@@ -24,7 +24,7 @@ from meshwright.workers.pool import LocalWorkers
 pytest.importorskip("expecttest")  # which torch's database imports
 
 WIDTH, AT_ONCE, MOST_ELEMENTS, MOST_SAMPLES = 4, 8, 3000, 40
-# Functions that draw, or make tensors without an argument to shard: other numbers, or nothing to see.
+# Functions that draw, or make tensors without an argument to shard; and torch.*, of formats of GPUs.
 _LEFT_OUT = (
     "_refs",
     "rand",
@@ -38,6 +38,7 @@ _LEFT_OUT = (
     "linspace",
     "logspace",
     "new_",
+    "torch.",
 )
 # In place over a pipeline: a stage has a stream of random numbers of its own.
 _DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "uniform")
