@@ -77,7 +77,7 @@ def digest(t: Tensor) -> tuple[Any, ...]:
         return tuple(map(digest, t.unbind()))
     if t.is_meta or isinstance(t, FakeTensor):
         return str(t.dtype), tuple(t.shape), ""
-    values = in_one_dim(dense(t.detach()).cpu()).view(torch.uint8) if t.numel() else t.new_empty(0)
+    values = in_one_dim(dense(t.detach()).cpu()).view(torch.uint8) if t.numel() else torch.empty(0)
     return str(t.dtype), tuple(t.shape), hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
