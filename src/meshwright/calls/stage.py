@@ -41,11 +41,11 @@ class Crossing:
 
 
 def crossings(graph: ModelGraph, cuts: Sequence[int], *, whole_output: bool = False) -> Crossing:
-    """The values that cross cuts. The last stage takes what the model leaves in containers among its arguments, and with
-    ``whole_output`` everything that it returns."""
+    """The values that cross cuts. The last stage takes the loss (which may be made before the model's last functions), what the
+    model leaves in containers among its arguments, and with ``whole_output`` everything that it returns."""
     edges: dict[tuple[int, int], set[int]] = {}
     last = len(cuts)
-    at_end = graph.left.union(n for n in graph.calls[ROOT].outputs if n is not None and whole_output)
+    at_end = graph.left.union(graph.returned, (n for n in graph.calls[ROOT].outputs if n is not None and whole_output))
     for number, value in enumerate(graph.values):
         home = bisect_right(cuts, value.position)
         takers = {bisect_right(cuts, p) for p in graph.takers.get(number, ())}

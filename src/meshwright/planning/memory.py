@@ -272,13 +272,22 @@ def _values_left_unreturned(graph: ModelGraph) -> Iterator[Span]:
         inside = range(call.start, call.stop)
         unreturned = {n: p for p in inside for n in graph.values_made_by(p) if n not in call.results}
         uses = [
-            (position, p) for n, position in unreturned.items() for p in graph.consumers.get(n, ()) if p >= call.stop
+            (n, position, p) for n, position in unreturned.items() for p in graph.consumers.get(n, ()) if p >= call.stop
         ]
         if uses:
             first_read = min(p for p in inside if graph.events[p].path == call.path and graph.events[p].reads)
-            first = min(first_read, *(position for position, _ in uses))
-            last = max(use for _, use in uses)
+            first = min(first_read, *(position for _, position, _ in uses))
+            # A stage that does not follow the call has the batch as it was, and would not know that it is a value now.
+            of_batch = any(_was_of_the_batch(graph, n) for n, _, _ in uses)
+            last = len(graph.events) if of_batch else max(use for _, _, use in uses)
             yield _span(graph, [first, last], f"what {spelled(call.path)} leaves follows from a value that it reads")
+
+
+def _was_of_the_batch(graph: ModelGraph, number: int) -> bool:
+    """Whether a value came to be by a write in place to memory that followed from the batch alone."""
+    value = graph.values[number]
+    is_written = graph.events[value.position].written == number
+    return is_written and not any(v.storage == value.storage for v in graph.values[:number])
 
 
 def _changed_by_what_acts(graph: ModelGraph) -> Iterator[Span]:
