@@ -219,3 +219,32 @@ class _Nested(nn.Module):
 def test_a_nested_tensor_stays_in_its_stage() -> None:
     recipe = mw.make_recipe(_Nested, "pp=3", (torch.ones(4, 2, 8),))
     assert [stage.modules for stage in recipe.stages] == [("first",), ("within",), ("last",)]
+
+
+class ScalesItsInput(nn.Module):
+    """Writes its input in place, and reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(self.scale)
+        assert x.square().mean().item() >= 0
+        return x
+
+
+class UsesItsBatchAfterwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = ScalesItsInput(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.first(x)
+        total = x.sum()
+        return total + self.last(scaled.sigmoid()).sum()
+
+
+def test_no_stage_follows_a_call_that_reads_a_value_and_writes_the_batch() -> None:
+    with pytest.raises(PlanError, match="reads a value"):  # a later stage would sum the batch as it was
+        mw.make_recipe(UsesItsBatchAfterwards, "pp=2", (torch.randn(4, 4),), lambda loss: loss)
