@@ -185,7 +185,7 @@ class Guard:
 
     @contextmanager
     def ordered(self, step: int) -> Iterator[None]:
-        """A context for a step that is compared, with the trial of its rows: ranks compare the order of collectives.
+        """A context for forwards and backwards in a step that is compared: ranks compare the order of collectives.
 
         Raises:
             ReplicaError: ranks of a group enter different collectives. On all ranks of this group.
@@ -198,10 +198,10 @@ class Guard:
             raise
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context for the forwards and backwards of a step that is compared: records what the step does."""
+    def watching(self, step: int) -> Iterator[None]:
+        """``ordered``, for the forwards and backwards of the step itself; also records what they do."""
         self._notes = self._new_notes()
-        with self._notes.watching():
+        with self.ordered(step), self._notes.watching():
             yield
 
     # --- at the end of a step -----------------------------------------------------------------------------------------

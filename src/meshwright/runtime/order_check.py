@@ -33,7 +33,7 @@ _FIX = (
 
 
 class OrderCheck:
-    """Compares the order of collectives within a step, with the trial of its rows.
+    """Compares the order of collectives within a step, or within the trial of its rows.
 
     Args:
         ledger: counts the collectives of tensor parallelism.
@@ -47,7 +47,7 @@ class OrderCheck:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """A context for the forwards and backwards of a step.
+        """A context for the forwards and backwards of a step, or of a trial. It puts hooks on modules.
 
         Args:
             step: as errors call it.
@@ -65,7 +65,7 @@ class OrderCheck:
             yield
             for place in reversed(self.places):  # submeshes of branches before the submesh around them
                 if (meet := self._ledger.orders[place].meet) is not None:
-                    meet("the end of the step")
+                    meet("the end")
 
     def _watch_units(self, stack: ExitStack) -> None:
         """Compares, before FSDP2 gathers a unit for a forward, that the other data ranks gather the same one."""

@@ -126,9 +126,8 @@ class Steps:
     def _run(self, batch: Any, *, backward: bool) -> Tensor:
         runner, guard, step = self._runner, self._guard, self.number
         guarded = backward and guard.due(self.count)
-        ordered = guard.ordered(step) if guarded else nullcontext()
         of_all = self._of_a_copy(UncutPathError)
-        with self._end.within(step, PlanError, *of_all), ordered:
+        with self._end.within(step, PlanError):
             try:
                 rows, microbatches = self._begin(batch, backward=backward)
             except BaseException:
@@ -152,7 +151,7 @@ class Steps:
         containers = BatchContainers(microbatches.batches, microbatches.weights) if has_containers(given) else None
         if containers is not None:
             as_given = microbatches.with_other_containers()
-        guard = self._guard.watching() if guarded else nullcontext()
+        guard = self._guard.watching(self.number) if guarded else nullcontext()
         with division.random_numbers(microbatches), guard:
             try:
                 losses = runner.losses(microbatches, division.watch_forward, once=division.once, backward=backward)
@@ -181,11 +180,12 @@ class Steps:
             PlanError: something is wrong on some rank with the batch, or with the current state of the model. On every rank.
         """
         runner, problem, form = self._runner, None, ""
+        guarded = backward and self._guard.due(self.count)
         method = "job.step" if backward else "job.evaluate"
         try:
             batch = self._prepared(batch)
             form = f"{method}({spelled_form(batch)})"
-            if backward and self._guard.due(self.count):
+            if guarded:
                 form += f" with values {self._sum_of(batch)}"
         except Exception as error:  # of whatever type: the other ranks must not wait for this one
             problem = error
@@ -193,7 +193,8 @@ class Steps:
         notice = problem is not None or runner.gradients.has_new_hooks()
         notice |= self._agreement.agree(self.count, form=form, notice=notice)
         try:
-            return batch, self._division.microbatches(batch, backward=backward, notice=notice)
+            with self._guard.ordered(self.number) if guarded else nullcontext():
+                return batch, self._division.microbatches(batch, backward=backward, notice=notice)
         except NoticeError:
             runner.gradients.take_hooks(self._agreement.tell(self._notice(problem, form)))
         return batch, self._division.microbatches(batch, backward=backward)
