@@ -260,6 +260,7 @@ def test_one_wrong_gradient_is_named(check: Check, mesh: str) -> None:
     assert [name for name, error in gradients.items() if error > 1e-9] == ["up.weight"]
     assert report.errors["parameters"]["up.weight"] > 1e-3
     assert "the gradients that differ are scaled by 3" in report.hints[0]
+    assert not any("multiplies rounding" in note for note in report.notes)
 
 
 def test_a_scaled_loss_is_recognised(check: Check) -> None:

@@ -158,11 +158,14 @@ def _compared(
     report = _report(one, outcome, findings, plan, notes, tolerance, started)
     if report or said is not None or not isfinite(report.worst[2]):
         return report
-    noise = pool.run(rounding_noise, one, ranks=1, timeout=timeout)[0]
-    beyond = beyond_rounding(findings, noise)
-    if beyond.errors == findings.errors:
+    try:
+        noise = pool.run(rounding_noise, one, ranks=1, timeout=timeout)[0]
+    except WorkerError:  # from other starting values the model raises
         return report
     name, largest = largest_noise(noise)
+    if largest * ROUNDING_MARGIN <= tolerance:  # the model does not multiply rounding
+        return report
+    beyond = beyond_rounding(findings, noise)
     notes = (*notes, _MULTIPLIED.format(name, largest, round(ROUNDING_MARGIN)))
     return _report(one, outcome, beyond, plan, notes, tolerance, started)
 

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from statistics import median
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,12 +39,11 @@ def rounding_noise(one: Reference) -> Errors:
 
 def beyond_rounding(findings: Findings, noise: Errors) -> Findings:
     """The findings without the errors that are at most ``MARGIN`` times the noise: these are 0."""
-    least = {
-        **noise,
-        "parameters": _at_least_median(noise["parameters"]),
-        "buffers": _at_least_median(noise["buffers"]),
-    }
-    return replace(findings, errors=combined(_beyond, findings.errors, cast("Errors", least)))
+    least = Errors(
+        loss=noise["loss"], gradients=noise["gradients"],
+        parameters=_at_least_median(noise["parameters"]), buffers=_at_least_median(noise["buffers"]),
+    )  # fmt: skip
+    return replace(findings, errors=combined(_beyond, findings.errors, least))
 
 
 def largest_noise(noise: Errors) -> tuple[str, float]:
