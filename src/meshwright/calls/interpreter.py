@@ -315,7 +315,7 @@ class StageInterpreter(Tracer):
         if not (start < stop and all(map(self.program.runs, range(start, stop)))):
             return False
         outside = self._from_other_places(start, stop)
-        # Gradients of a reentrant one go to the model's own tensors, and so pass over the forks of these values.
+        # A reentrant checkpoint gives gradients to the model's own tensors, not to those that forks made of them.
         if reentrant and any(self.graph.values[n].requires_grad for n in outside):
             return False
         return all(n in self._values and type(self._values[n]) is Tensor for n in outside)

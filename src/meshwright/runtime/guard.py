@@ -159,10 +159,10 @@ class Guard:
         self.cost = Ledger()
         self.last: ReplicaComparison | None = None
         self._columns: dict[Key, Column] = {}
-        self._new_notes = partial(StepNotes, model, recipe, groups)
-        self._order_check = OrderCheck(model, recipe, groups, ledger, self.cost)
+        self._places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
+        self._new_notes = partial(StepNotes, model, recipe, groups, self._places)
+        self._order_check = OrderCheck(model, recipe, groups, self._places, ledger, self.cost)
         self._notes = self._new_notes()  # of the running step
-        self._places = self._notes.places
         self._constants: dict[str, Constant] = {}
         if self.every:
             self._columns = columns_of(recipe)

@@ -7,7 +7,7 @@ between processes: the order of a set of strings, the clock, its rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -36,13 +36,22 @@ class OrderCheck:
     """Compares the order of collectives within a step, or within the trial of its rows.
 
     Args:
+        places: the submeshes of this rank that have a tp group.
         ledger: counts the collectives of tensor parallelism.
         cost: counts the collectives of the comparison itself.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, ledger: Ledger, cost: Ledger) -> None:
-        self._model, self._recipe, self._groups, self._ledger, self._cost = model, recipe, groups, ledger, cost
-        self.places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        groups: Groups,
+        places: Sequence[int],
+        ledger: Ledger,
+        cost: Ledger,
+    ) -> None:
+        self._model, self._recipe, self._groups, self._places = model, recipe, groups, places
+        self._ledger, self._cost = ledger, cost
         self._step = 0  # the step that is compared, as errors call it; 0: none is
 
     @contextmanager
@@ -58,12 +67,12 @@ class OrderCheck:
         with ExitStack() as stack:
             self._step = step
             stack.callback(self._stop)
-            for place in self.places:
+            for place in self._places:
                 group = self._groups.meshes[place]["tp"].get_group()
                 self._ledger.orders[place].meet = partial(self._meet, group, "collectives in a tp group")
             self._watch_units(stack)
             yield
-            for place in reversed(self.places):  # submeshes of branches before the submesh around them
+            for place in reversed(self._places):  # submeshes of branches before the submesh around them
                 if (meet := self._ledger.orders[place].meet) is not None:
                     meet("the end")
 
@@ -79,7 +88,7 @@ class OrderCheck:
             meets = [partial(self._meet, group, "units that FSDP2 gathers") for group in groups]
             before = partial(self._before_unit, meets, unit.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)  # before FSDP2's own
-        if meets and isinstance(self._model, FSDPModule):  # those of the root, which is the last unit
+        if meets:  # those of the root, which is the last unit
             stack.callback(self._model.register_forward_hook(partial(self._after_forward, meets)).remove)
 
     def _before_unit(self, meets: list[Callable[[str], None]], name: str, module: FSDPModule, *_: Any) -> None:
@@ -119,5 +128,5 @@ class OrderCheck:
     def _stop(self) -> None:
         """Collectives are entered without a comparison from here on."""
         self._step = 0
-        for place in self.places:
+        for place in self._places:
             self._ledger.orders[place].meet = None

@@ -24,14 +24,15 @@ from meshwright.spmd.tensor import GlobalTensor
 class StepNotes:
     """Records one step of one rank.
 
-    Attributes:
+    Args:
         places: the submeshes of this rank that have a tp group.
+
+    Attributes:
         activations: (submesh, name, checksum) of unsharded tensors that are an input or output of a block.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups) -> None:
-        self._model, self._recipe, self._groups = model, recipe, groups
-        self.places = [p for p in sorted(recipe.places.of(groups.rank)) if recipe.places.axis_size(p, "tp") > 1]
+    def __init__(self, model: nn.Module, recipe: Recipe, groups: Groups, places: Sequence[int]) -> None:
+        self._model, self._recipe, self._groups, self._places = model, recipe, groups, places
         self.activations: list[tuple[int, str, Tensor]] = []
         self._gathered: list[tuple[str, Tensor]] = []  # (parameter, checksum) before and after each forward of its unit
 
@@ -43,7 +44,7 @@ class StepNotes:
             # With branches and streams a value may not have arrived yet, and a checksum would wait for it.
             if not self._recipe.streams and not self._recipe.branches:
                 for unit in self._recipe.units:
-                    if unit.name and unit.place in self.places:
+                    if unit.name and unit.place in self._places:
                         module = self._model.get_submodule(unit.name)
                         before, after = self._noting(unit.name, unit.place)
                         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -129,7 +129,7 @@ class Steps:
         of_all = self._of_a_copy(UncutPathError)
         with self._end.within(step, PlanError):
             try:
-                rows, microbatches = self._begin(batch, backward=backward)
+                rows, microbatches = self._begin(batch, backward=backward, guarded=guarded)
             except BaseException:
                 self.count -= backward
                 raise
@@ -170,7 +170,7 @@ class Steps:
         runner.switches.note()
         return losses, division.loss(losses, as_given)
 
-    def _begin(self, batch: Any, *, backward: bool) -> tuple[Any, Microbatches]:
+    def _begin(self, batch: Any, *, backward: bool, guarded: bool) -> tuple[Any, Microbatches]:
         """Prepares a step. Collective over all ranks.
 
         Returns:
@@ -180,7 +180,6 @@ class Steps:
             PlanError: something is wrong on some rank with the batch, or with the current state of the model. On every rank.
         """
         runner, problem, form = self._runner, None, ""
-        guarded = backward and self._guard.due(self.count)
         method = "job.step" if backward else "job.evaluate"
         try:
             batch = self._prepared(batch)
