@@ -10,6 +10,7 @@ Each rank runs the one device's side for itself: it takes milliseconds, and noth
 from __future__ import annotations
 
 import linecache
+import math
 import re
 import warnings
 import zlib
@@ -108,6 +109,16 @@ class Facts:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
     carried: list[dict[str, Any]] = field(default_factory=list)
+
+    def value(self, what: str, step: int, name: Any) -> Tensor:
+        """What is called ``name`` of these facts, after a step; float64."""
+        if what == "evaluations":
+            found: Any = self.evaluated[step]
+        elif what == "carried":
+            found = tree_leaves(self.carried[step])[name]
+        else:
+            found = getattr(self, what.partition(",")[0])[step][name]
+        return torch.as_tensor(0.0 if found is None else found, dtype=torch.float64)
 
 
 class Batches:
@@ -232,7 +243,7 @@ class Differences:
     def __init__(self, run: Run, facts: Facts) -> None:
         self._run, self._facts = run, facts
         self._found: list[tuple[str, str, float]] = []
-        self._rounding: Facts | None = None
+        self._noisy: Facts | None = None
 
     def loss(self, step: int, i: int, found: float) -> None:
         self.compare("losses", step, i, torch.tensor(self._facts.losses[step][i]), torch.tensor(found))
@@ -276,12 +287,12 @@ class Differences:
             said = f"{tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}"
             self._found.append((f"{what}: shape", f"{where}: {said}", 0.0))
             return
-        allowed = self._allowed(what, step, expected)
+        allowed = self._allowed(what, step, name, expected)
         if not torch.allclose(expected, found, rtol=0, atol=allowed, equal_nan=True):
             off = float((expected.double() - found.double()).abs().max()) if expected.numel() else 0.0
             self._found.append((what, f"{where}: {_brief(found)}, not {_brief(expected)} (off by {off:.1e})", off))
 
-    def _allowed(self, what: str, step: int, expected: Tensor) -> float:
+    def _allowed(self, what: str, step: int, name: Any, expected: Tensor) -> float:
         scale = max(1.0, float(expected.abs().max())) if expected.numel() and expected.is_floating_point() else 1.0
         if what == "gradients":
             scale = max(
@@ -294,8 +305,19 @@ class Differences:
                     ),
                 ]
             )
-        rough = not self._run.precise or expected.dtype != torch.float64
-        return scale * (5e-2 if rough else 1e-9)
+        if self._run.precise:
+            return scale * (1e-9 if expected.dtype == torch.float64 else 5e-2)
+        return self._rounded(what, step, name)
+
+    def _rounded(self, what: str, step: int, name: Any) -> float:
+        """What half types may round away: a share of the tensor's own size, and what noise on the parameters does to it."""
+        if self._noisy is None:
+            self._noisy = one_device(self._run, 1e-3)
+        one, other = (facts.value(what, step, name) for facts in (self._facts, self._noisy))
+        own = _largest(one)
+        noise = _largest(one - other) if one.shape == other.shape else own
+        allowed = 5e-2 * own + 5 * noise + 1e-6
+        return allowed if math.isfinite(allowed) else 0.0  # (nan and inf are compared as they are)
 
     @staticmethod
     def _part(job: Job, name: str, whole: Tensor) -> Tensor:
@@ -328,6 +350,10 @@ class Differences:
                 if a is not None and b is not None and a.numel() and a.shape == b.shape:
                     furthest = max(furthest, float((a.double() - b.double()).abs().max()))
         return furthest * 100 >= off
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 def _brief(x: Tensor | None) -> str:
