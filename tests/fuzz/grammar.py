@@ -737,6 +737,36 @@ def read_then_updated(b: Builder) -> None:
     )
 
 
+@operation("shared buffers", 2)
+def of_one_memory(b: Builder) -> None:
+    """Two tensors of the module in one memory, as the constructor made them: a write to one is read through the other."""
+    x = b.value(whole)
+    n = b.get(x).shape[-1]
+    s = b.buffer(b.pick([n, 2 * n, 5000]), made=b.pick(["torch.zeros", "torch.ones"]))
+    b._count += 1
+    part = b.pick([f"{s}[:{n}]", f"{s}[-{n}:]", f"{s}.view(-1)[:{n}]"])
+    name = b.pick([f"b{b._count}", f"part{b._count}"])
+    text = f'self.register_buffer("{name}", {part})' if name[0] == "b" else f"self.{name} = {part}"
+    b.set_up(name, text)
+    written, read = b.draw.sample([s, f"self.{name}"], 2)
+    if b.chance():
+        b.new(b.pick(_WITH_A_BUFFER), x, f"self.{name}")
+    update = b.pick(
+        [
+            f"{written}.mul_(0.9).add_(0.1)",
+            f"{written}[:{n}].lerp_({{0}}.detach().mean({tuple(range(b.get(x).dim() - 1))}), 0.1)",
+        ]
+    )
+    b.do(update, x)
+    if b.chance():
+        b.step()
+    b.new(
+        b.pick(["{0} + {1}.sum() * 0.01", f"{{0}} * ({{1}}[:{n}] + 1)"]),
+        b.value(lambda t: t.dim() >= 1 and t.shape[-1] == n),
+        read,
+    )
+
+
 @operation("assigned buffers", 2)
 def buffer_assigned(b: Builder) -> None:
     x = b.value(whole)

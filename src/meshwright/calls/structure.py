@@ -7,7 +7,7 @@ import copyreg
 import functools
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from operator import is_not
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from meshwright.private import pytree
+from meshwright.private import pytree, storage_of
 
 _DEPTH = 6  # how many plain objects to look into, one within the other
 _SEQUENCES = (list, tuple, deque)
@@ -206,6 +206,36 @@ def _shallow_copy(value: Any) -> Any:
     new = object.__new__(type(value))
     vars(new).update(vars(value))
     return new
+
+
+def _clone(t: Tensor) -> Tensor:
+    return t.detach().clone()
+
+
+def copied_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor] = _clone) -> list[Tensor]:
+    """A copy of each of some different tensors. Tensors of one dtype that share memory share memory in the copies too.
+
+    ``copy``: copies a tensor that shares no memory with the others.
+    """
+    sharing: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        plain = type(t) is Tensor and t.layout is torch.strided and not t.is_nested and t.numel() > 0
+        sharing.setdefault((storage_of(t), t.dtype) if plain else (i,), []).append(i)
+    copies: dict[int, Tensor] = {}
+    for indices in sharing.values():
+        alone = len(indices) == 1
+        of_memory = [copy(tensors[i]) for i in indices] if alone else _views_of_a_copy([tensors[i] for i in indices])
+        copies.update(zip(indices, of_memory, strict=True))
+    return [copies[i] for i in range(len(tensors))]
+
+
+def _views_of_a_copy(sharing: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors that share memory, which share memory too."""
+    first = min(t.storage_offset() for t in sharing)
+    extents = (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in sharing)
+    last = max(t.storage_offset() + extent for t, extent in zip(sharing, extents, strict=True))
+    memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
+    return [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
 
 
 def is_scripted(module: nn.Module) -> bool:

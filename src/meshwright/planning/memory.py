@@ -9,7 +9,8 @@
        a value. Its other tensors are not sent with the value: all their uses are in the stage of that write.
     3  Memory that outlives the forward (a buffer, an attribute of a module, a parameter that is written), if the forward
        changes or makes it and the next forward begins with it: all events from its first use to its last change are in one
-       stage. Only that stage has the memory. Other stages get the values that they use later in the forward. What an event
+       stage. Only that stage has the memory. Other stages get the values that they use later in the forward; if several
+       tensors of modules lie in the memory, no event gives them the others, and all uses are in that stage. What an event
        whose functions are not followed assigns to an attribute is no result of that event, so no stage can get it: if code
        outside such events uses the attribute, all events from its first use to the end are in one stage.
     4  A checkpoint of the model's own that changes such memory: it stays whole, as it changes the memory twice, as on one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
@@ -26,6 +26,7 @@ class SlotUses:
         touched      memory → the events that use and change it, in order. A ``ForwardRecorder`` adds to it.
         changed_in   call → the slots that it changed. A ``ForwardRecorder`` adds to it.
         _carried     slot → the memories of the tensors that it held before the forward.
+        _of_several  memories in which several tensors of slots were before the forward.
         _before      slot → its content before the forward; ``_tensor_meta``: the ``TensorMeta`` of a plain tensor.
 
     Args:
@@ -41,6 +42,8 @@ class SlotUses:
         # Looked up once: each call reads all slots.
         self._modules = {slot: model.get_submodule(slot[0]) for slot in changed}
         self._carried = {slot: [memory_of(t) for t in slot_tensors(model, [slot])] for slot in changed}
+        tensors = {id(t): memory_of(t) for t in slot_tensors(model, changed)}
+        self._of_several = {memory for memory, count in Counter(tensors.values()).items() if memory and count > 1}
         self._before = {slot: slot_value(model, slot) for slot in changed}
         self._tensor_meta = {
             slot: tensor_meta(t) for slot, t in self._before.items() if type(t) is Tensor and has_memory(t)
@@ -204,6 +207,8 @@ class SlotUses:
             if slot in self._uses.unobserved:
                 touches.changed += [self._graph.calls[use.path].stop for use in uses]
         touches.used = sorted({*touches.used, *touches.changed})
+        if touches.changed and self._of_several.intersection(self._carried[slot]):
+            touches.changed = touches.used  # no event gives another stage the other tensors of a memory that it writes
         return touches
 
     def _writes_to(self, tensors: list[Tensor]) -> list[int]:

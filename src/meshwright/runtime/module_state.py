@@ -7,7 +7,7 @@ Parameters, submodules and other hooks are not part of it: they belong to the op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.calls.placeholder import Placeholder
-from meshwright.calls.structure import PLAIN, attributes_in, buffers_in, is_plain_object, is_scripted
+from meshwright.calls.structure import (
+    PLAIN,
+    attributes_in,
+    buffers_in,
+    copied_together,
+    is_plain_object,
+    is_scripted,
+)
 from meshwright.private import modules_of, set_version, storage_of, version, without_modes
 from meshwright.runtime.weights.local_part import set_memory
 from meshwright.runtime.weights.parameters import local_tensor
@@ -147,21 +154,15 @@ class ModuleState:
         self._module = module
         self._parameters = [_Written.of(p) for p in parameters]
         self._contents = Contents(module) if contents is None else contents
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor → (the tensor, its copy)
-        copied = [list(map(self._keep, tensors)) for tensors in self._contents.tensors]
-        self._copied = list(map(any, copied))  # for each container, whether there are copied tensors in it
+        kept = {id(t): t for tensors in self._contents.tensors for t in tensors if not t.requires_grad}
+        self._kept = list(kept.values())
+        self._copies = _copies(self._kept)
+        # For each container, whether there are copied tensors in it.
+        self._copied = [any(id(t) in kept for t in tensors) for tensors in self._contents.tensors]
 
     def now(self) -> ModuleState:
         """A new snapshot of the same module and parameters."""
         return ModuleState(self._module, [p.parameter for p in self._parameters])
-
-    def _keep(self, value: Tensor) -> bool:
-        """Copies a tensor. Returns whether there is a copy of it."""
-        if value.requires_grad:
-            return False
-        if id(value) not in self._copies:
-            self._copies[id(value)] = value, _copy(value)
-        return True
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ class ModuleState:
         contents = self._contents
         unchanged = contents.is_current()
         before = contents.items if unchanged else [(holder, content_of(holder)) for holder, _ in contents.items]
-        copies = {key: _copy(copy) for key, (_, copy) in self._copies.items()}
+        copies = dict(zip(map(id, self._kept), _copies(self._copies), strict=True))
         written = [_Written.of(p.parameter) for p in self._parameters]
         if copies or not unchanged:
             for (holder, content), copied in zip(contents.items, self._copied, strict=True):
@@ -248,16 +249,21 @@ class _Written:
         set_version(self.local, self.version)
 
 
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, which share memory as they do. Outside all modes: else a stage would record a copy as an operator of
+    the model."""
+    with torch.no_grad(), without_modes():
+        return copied_together(tensors, _copy)
+
+
 def _copy(value: Tensor) -> Tensor:
-    """Copies a tensor outside all modes: else a stage would record the copy as an operator of the model."""
     if isinstance(value, Placeholder):
         return value  # its values are on other ranks
-    with torch.no_grad(), without_modes():
-        copy: Tensor = (
-            value._mw_dispatcher.call(Tensor.clone, (value,), {})
-            if isinstance(value, GlobalTensor)
-            else value.detach().clone()
-        )
+    copy: Tensor = (
+        value._mw_dispatcher.call(Tensor.clone, (value,), {})
+        if isinstance(value, GlobalTensor)
+        else value.detach().clone()
+    )
     return copy
 
 

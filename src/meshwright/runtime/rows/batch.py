@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.calls.structure import snapshot
+from meshwright.calls.structure import copied_together, snapshot
 from meshwright.described import dense, is_sparse
 from meshwright.errors import PlanError
-from meshwright.private import pytree, storage_of, version
+from meshwright.private import pytree, version
 
 _DEPTH = 4  # how many objects to look into, one within the other
 
@@ -151,8 +151,7 @@ def host_of(t: Tensor) -> Tensor | None:
 
 def as_leaf(t: Tensor) -> Tensor:
     """A leaf of autograd in the memory of a tensor of a batch, which requires a gradient."""
-    leaf = _with_host_of(t, t.detach().requires_grad_())
-    return _marked_shared(leaf) if getattr(t, "_mw_shared", False) else leaf
+    return _marked_like(t, t.detach().requires_grad_())
 
 
 def _marked_shared(t: Tensor) -> Tensor:
@@ -258,37 +257,16 @@ def copied(batch: Any) -> Any:
 
     Tensors that share memory in the batch share memory in the copy (labels that are another slice of the same tokens).
     """
-    by_memory: dict[Any, dict[int, Tensor]] = {}
-    for t in tensors_in(batch):
-        by_memory.setdefault(_memory(t), {})[id(t)] = t
-    copies: dict[int, Tensor] = {}
+    tensors = {id(t): t for t in tensors_in(batch)}
     with torch.no_grad():
-        for sharing in by_memory.values():
-            copies |= zip(sharing, _copied(list(sharing.values())), strict=True)
-    return mapped(lambda t: copies[id(t)], batch)
+        copies = dict(zip(tensors, copied_together(list(tensors.values())), strict=True))
+    return mapped(lambda t: _marked_like(t, copies[id(t)].requires_grad_(t.requires_grad)), batch)
 
 
-def _memory(t: Tensor) -> Any:
-    """A key that is equal for tensors that share memory; for a tensor that cannot be copied with others, a key of its own."""
-    return (storage_of(t), t.dtype) if t.layout is torch.strided and type(t) is Tensor and t.numel() else id(t)
-
-
-def _copied(sharing: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors that share memory, which share memory too."""
-    if len(sharing) == 1:
-        copies = [sharing[0].detach().clone()]
-    else:
-        first = min(t.storage_offset() for t in sharing)
-        last = max(
-            t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in sharing
-        )
-        memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
-        copies = [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
-    copies = [_with_host_of(t, copy.requires_grad_(t.requires_grad)) for copy, t in zip(copies, sharing, strict=True)]
-    return [
-        _marked_shared(copy) if getattr(t, "_mw_shared", False) else copy
-        for copy, t in zip(copies, sharing, strict=True)
-    ]
+def _marked_like(t: Tensor, equal: Tensor) -> Tensor:
+    """``equal``, a tensor with the values of ``t``, with all that is noted of ``t``."""
+    equal = _with_host_of(t, equal)
+    return _marked_shared(equal) if getattr(t, "_mw_shared", False) else equal
 
 
 def changed_tensors(copy: Any, batch: Any, before: Sequence[int | None]) -> frozenset[int]:
