@@ -27,6 +27,7 @@ from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.branch import slots_of_two_places
 from meshwright.planning.capture import capture, computing_in
+from meshwright.planning.constructed import refuse_overlaps, refusing
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.checks import refuse_lazy
@@ -128,17 +129,22 @@ class Planned:
         check_loss(loss)
         plan.check_mesh()
         batch = mapped(lambda t: t.clone() if t.is_inference() else t, batch)  # autograd saves no inference tensor
-        self._model = record(build, seed=plan.seed, draw=False).module
+        recorded = record(build, seed=plan.seed, draw=False)
+        self._model = recorded.module
         refuse_lazy(self._model)
+        refuse_overlaps(recorded.shared.pairs)
         if dtype is not None:
             from meshwright.runtime.apply import cast, cast_type
 
             cast(self._model, dtype)
             batch = mapped(lambda t: t.to(cast_type(t.dtype, dtype)), batch)
         self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
-        recipe = resolve(
-            self._model, plan, lambda model: self._loss_of(model, copied(batch)), batch, whole_batch=whole_batch
-        )
+
+        def forward(model: nn.Module) -> Any:
+            return self._loss_of(model, copied(batch))
+
+        run = refusing(forward, recorded.shared.origin) if recorded.shared else forward
+        recipe = resolve(self._model, plan, run, batch, whole_batch=whole_batch)
         divided = recipe.mesh.data_size * recipe.microbatches > 1
         self.recipe = replace(recipe, shared_inputs=shared_inputs(batch, self._runs) if divided else ())
         self._homes = _homes(self.recipe)

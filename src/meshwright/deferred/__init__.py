@@ -19,10 +19,11 @@ tensor that is still alive (buffers, attributes, caches elsewhere) is filled in 
 Limits: torch, machine and number of threads must be the same, as reductions may round differently. Values from outside torch
 (numpy, lists, files), or written through `.numpy()`, cannot be recomputed: they are kept. Not seen: memory that is read without
 torch (`data_ptr()`), and other threads. A plain attribute that is computed from parameters loses its graph, as the parameters
-are on meta now. Distinct parameters that share a storage do not share it afterwards.
+are on meta now. Parameters that share memory with other tensors do not share it afterwards (``RecordedModule.shared``).
 
     memory       address space, and storages
     operation    facts of an op before it runs
+    shared       what shares memory with parameters in the end
     log          ops in order, and their replay
     recorder     the modes under which ``build()`` runs
 
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from meshwright.deferred.log import Log, Ref, copied, ref_of
 from meshwright.deferred.memory import address_of, bits_of
 from meshwright.deferred.recorder import InitRecorder, Readers
+from meshwright.deferred.shared import SharedMemory
 from meshwright.generators import seed_all
 
 __all__ = ["Build", "RecordedModule", "record"]
@@ -58,12 +60,19 @@ class RecordedModule:
 
     Attributes:
         by_chance: names of buffers and attributes that depend on random numbers: without ``draw`` their values are wrong.
+        shared: what shared memory with the parameters, and does not any more.
     """
 
     def __init__(
-        self, module: nn.Module, log: Log, values: Mapping[str, _Value], drawn: bool, by_chance: tuple[str, ...]
+        self,
+        module: nn.Module,
+        log: Log,
+        values: Mapping[str, _Value],
+        drawn: bool,
+        by_chance: tuple[str, ...],
+        shared: SharedMemory,
     ) -> None:
-        self.module, self.by_chance = module, by_chance
+        self.module, self.by_chance, self.shared = module, by_chance, shared
         self._log, self._values, self._drawn = log, values, drawn
 
     def value(self, name: str) -> Tensor:
@@ -101,7 +110,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     recorder = InitRecorder(draw, small)
     with Readers(recorder), recorder:
         module = build()
-    _drop_graphs(module)
+    shared = SharedMemory.of(module, _drop_graphs(module))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     value_by_id: dict[int, _Value] = {}
     for parameter in parameters.values():
@@ -110,6 +119,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     values = {name: value_by_id[id(parameter)] for name, parameter in parameters.items()}
     for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         _to_meta(parameter)
+    shared.forget_freed()
     # Tensors in unreachable cycles need not be filled. But a garbage collection looks at every object of the process, half a
     # second if large packages are imported; and mostly only buffers are deferred now.
     if recorder.cells.keys() - {address_of(buffer) for buffer in module.buffers()}:
@@ -117,7 +127,7 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     by_chance = _by_chance(module, recorder)
     recorder.fill_all()
     recorder.log.keep(value.cell for value in values.values() if isinstance(value, Ref))
-    return RecordedModule(module, recorder.log, values, draw, by_chance)
+    return RecordedModule(module, recorder.log, values, draw, by_chance, shared)
 
 
 def _by_chance(module: nn.Module, recorder: InitRecorder) -> tuple[str, ...]:
@@ -164,14 +174,23 @@ def _to_meta(parameter: Tensor) -> None:
             setattr(parameter, name, hook)
 
 
-def _drop_graphs(module: nn.Module) -> None:
-    """Detaches plain attributes that were computed from parameters (old weight norm): their graph would hold the parameters."""
-    for owner in module.modules():
-        attributes = [value for name, value in vars(owner).items() if name not in ("_parameters", "_modules")]
-        for tensor in _tensors_within(attributes, set()):
-            if tensor.grad_fn is not None:
-                with contextlib.suppress(RuntimeError):  # a view cannot be detached in place: it keeps its graph
-                    tensor.detach_()
+def _drop_graphs(module: nn.Module) -> dict[str, Tensor]:
+    """Detaches plain attributes that were computed from parameters (old weight norm): their graph would hold the parameters.
+
+    Returns:
+        name → such a tensor.
+    """
+    computed: dict[str, Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name in ("_parameters", "_modules"):
+                continue
+            for tensor in _tensors_within(value, set()):
+                if tensor.grad_fn is not None:
+                    computed[f"{path}.{name}".lstrip(".")] = tensor
+                    with contextlib.suppress(RuntimeError):  # a view cannot be detached in place: it keeps its graph
+                        tensor.detach_()
+    return computed
 
 
 def _tensors_within(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -86,7 +86,7 @@ class StateSnapshot:
     - attributes of the plain objects within these;
     - forward hooks, since a model may register some in its first forward;
     - what the model's code keeps outside of modules (``CodeState``);
-    - dtypes of parameters on meta, since a forward may cast them.
+    - the memory of parameters on meta, since a forward may cast them, or assign other data.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -138,14 +138,14 @@ class StateSnapshot:
         return {storage_of(t) for content in self._before.values() for t in _tensors(content.value) if has_memory(t)}
 
     def put_back(self) -> None:
-        """Restores every slot, hook and dtype of the snapshot, and removes new slots."""
+        """Restores every slot, hook and parameter of the snapshot, and removes new slots."""
         self._code.put_back()
         with without_any_mode():
             self._put_back()
 
     def _put_back(self) -> None:
         for p, data in self._parameters:
-            if p.dtype != data.dtype:
+            if storage_of(p) != storage_of(data):
                 p.data = data
         for table, before in self._hooks:
             if table.keys() != before.keys():

@@ -27,7 +27,7 @@ from meshwright.spmd.dispatcher import Dispatcher, signature_of
 from meshwright.spmd.execute import Ready
 from meshwright.spmd.mode import SPECIAL, GlobalTensorMode
 from meshwright.spmd.signature import NEVER, ReadsValue, with_values
-from meshwright.spmd.tensor import GlobalTensor
+from meshwright.spmd.tensor import GlobalTensor, local_of
 from meshwright.spmd.torch_functions import FACTS, SET_DATA, reshaped, writes_first
 
 _PATIENCE = 12  # how many times a family's style may change before its parameters are replicated
@@ -223,7 +223,7 @@ class Planner:
         so."""
         name = self.name_of(x)
         if name is not None and self.uses is not None:
-            self.uses.assigned(name, x.dtype, value.dtype)
+            self.uses.assigned(name, x.dtype, value.dtype, self.memory.get(storage_of(local_of(value)), name))
 
     @contextmanager
     def asked_by(self, names: set[str]) -> Iterator[None]:

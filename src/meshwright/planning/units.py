@@ -123,6 +123,7 @@ class ParameterUses:
         seen: parameters that were used.
         written: parameters that were written.
         cast: parameters that the forward has cast to another dtype when they were used, or at its end.
+        joined: (parameter, another) if the forward gave it the other's memory → the model's line.
         called: units that ran, in the order of their first call.
         swapped: unit → a parameter that the forward had replaced by another tensor when the unit ran.
         rewritten: modules of ``recomputed`` whose input was written in place after their forward.
@@ -148,6 +149,7 @@ class ParameterUses:
         self.called: dict[str, None] = {}
         self.written: set[str] = set()
         self.cast: dict[str, Cast] = {}
+        self.joined: dict[tuple[str, str], str] = {}
         self._casts: dict[str, Cast] = {}  # parameter → its cast, if its dtype differs now
         self.differentiates = False
         self.candidates, self.recomputed = candidates, recomputed
@@ -195,13 +197,16 @@ class ParameterUses:
             elif self._around is not None and unit not in self._around:
                 self.again.add((unit, name))
 
-    def assigned(self, name: str, own: torch.dtype, dtype: torch.dtype) -> None:
+    def assigned(self, name: str, own: torch.dtype, dtype: torch.dtype, memory_of: str) -> None:
         """Records ``parameter.data = value``. While planning, the parameter itself keeps its dtype.
 
         Args:
             own: the parameter's dtype; ``dtype``: the dtype of the value.
+            memory_of: the parameter in whose memory the value is; ``name`` if it is in no other's.
         """
         self._assigned += 1
+        if memory_of != name:
+            self.joined.setdefault((name, memory_of), model_line())
         self._casts.pop(name, None)
         if dtype != own:
             self._casts[name] = Cast(model_line(), dtype)

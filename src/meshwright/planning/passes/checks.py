@@ -39,18 +39,32 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def check_made(draft: Draft) -> Draft:
-    """A problem if a forward has made parameters: the next one would find them, unsharded and unknown to the optimizer."""
-    known = {name for first, (_, others) in draft.names.parameters.items() for name in (first, *others)}
-    made = [name for name, _ in draft.model.named_parameters(remove_duplicate=False) if name not in known]
-    if not made:
-        return draft
-    finding = Finding(
-        where=f"the model's {few(made)}",
-        given="parameters that the first forward makes",
-        required="parameters that are there before it: they are sharded then",
-        fix=f"make them in the constructor; or, {_IN_BUILD}",
-    )
-    return draft.wrong([finding])
+    """A problem if a forward has made parameters, or has put others in their place: the next one would find them, unsharded
+    and unknown to the optimizer."""
+    known = {name: p for first, (p, others) in draft.names.parameters.items() for name in (first, *others)}
+    now = dict(draft.model.named_parameters(remove_duplicate=False))
+    made = [name for name in now if name not in known]
+    replaced = [name for name, p in now.items() if known.get(name, p) is not p]
+    findings = []
+    if made:
+        findings.append(
+            Finding(
+                where=f"the model's {few(made)}",
+                given="parameters that the first forward makes",
+                required="parameters that are there before it: they are sharded then",
+                fix=f"make them in the constructor; or, {_IN_BUILD}",
+            )
+        )
+    if replaced:
+        findings.append(
+            Finding(
+                where=f"the model's {few(replaced)}",
+                given="parameters in whose place the first forward puts others",
+                required="the parameters that were there before it: an optimizer trains those",
+                fix=f"put the others there in the constructor; or, {_IN_BUILD}",
+            )
+        )
+    return draft.wrong(findings)
 
 
 def check_rows(draft: Draft) -> Draft:

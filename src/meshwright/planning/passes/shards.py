@@ -45,8 +45,8 @@ def shard_over_tp(draft: Draft) -> Draft:
     except Exception as error:  # a model may raise anything on tensors without values
         if is_ours(error) or isinstance(error, PlanError):
             raise
-        return _shards_of_plan_only(draft.wrong(_casts(draft, uses)), styles, error, unknown)
-    draft = draft.wrong(_casts(draft, uses))
+        return _shards_of_plan_only(draft.wrong(_assigned(draft, uses)), styles, error, unknown)
+    draft = draft.wrong(_assigned(draft, uses))
     drawn = generators.of_host or (shards.reads > 0 and generators.of_torch)
     notes = [*unknown, *_same_work(draft, shards), *_unused(draft, uses)]
     return replace(
@@ -83,6 +83,18 @@ def _given_up_by_the_model() -> Iterator[None]:
     except Exception as error:
         if is_ours(error):
             raise
+
+
+def _assigned(draft: Draft, uses: ParameterUses) -> Iterator[Finding]:
+    """A problem for each assignment of a parameter's data (``p.data = …``) after which it cannot be kept in parts."""
+    yield from _casts(draft, uses)
+    for (name, other), line in uses.joined.items():
+        yield Finding(
+            where=f"the model's {line or 'forward'}",
+            given=f"a forward that gives {name} the memory of {other}: what an optimizer does to one changes the other",
+            required="parameters in memory of their own: each rank holds a part of each",
+            fix=f"with torch.no_grad(): {name}.copy_(value)  # in place of {name}.data = value",
+        )
 
 
 def _casts(draft: Draft, uses: ParameterUses) -> Iterator[Finding]:
