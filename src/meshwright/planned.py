@@ -27,7 +27,7 @@ from meshwright.mesh import Mesh
 from meshwright.plan import Plan, PlanLike
 from meshwright.planning.branch import slots_of_two_places
 from meshwright.planning.capture import capture, computing_in
-from meshwright.planning.constructed import refuse_overlaps, refusing
+from meshwright.planning.constructed import refuse_overlaps, refusing, refusing_trained
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.checks import refuse_lazy
@@ -37,7 +37,7 @@ from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
 from meshwright.private import unprofiled
 from meshwright.recipe import Recipe
-from meshwright.runtime.rows.batch import copied, mapped, plain
+from meshwright.runtime.rows.batch import copied, mapped, plain, tensors_in
 from meshwright.runtime.rows.label_program import CountRecorder
 from meshwright.runtime.rows.loss import Loss, check_loss, one_number, output_loss
 from meshwright.runtime.rows.microbatches import call_model
@@ -141,7 +141,10 @@ class Planned:
         self._loss, self._precision, self._dtype, batch = loss, plan.precision, dtype, plain(batch)
 
         def forward(model: nn.Module) -> Any:
-            return self._loss_of(model, copied(batch))
+            rows = copied(batch)
+            output = call_model(model, rows)
+            with refusing_trained(tensors_in(rows)):
+                return one_number(self._loss(output))
 
         run = refusing(forward, recorded.shared.origin) if recorded.shared else forward
         recipe = resolve(self._model, plan, run, batch, whole_batch=whole_batch)

@@ -210,3 +210,45 @@ def test_buffers_in_one_memory_are_the_one_devices(
     build = partial(Net, partial(made, size=size), use)
     report = mw.check(build, (IDS,), plan, loss=lambda out: out, dtype=torch.float64, workers=workers, steps=4)
     assert report.passed, report
+
+
+# --- refused: trained tensors of a loss that are not in the model -------------------------------------------------------
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, out: Tensor) -> Tensor:
+        return (out * self.scale).square().mean()
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp_shard=2", "pp=2"])
+def test_a_loss_with_trained_tensors_is_refused(plan: str) -> None:
+    criterion, variance = Criterion(), torch.zeros(12, requires_grad=True)
+    frozen = Criterion().requires_grad_(False)
+    said = r"loss, .*test_shared_memory\.py:\d+\n.*a trained tensor of shape \(12,\) that is not in the model"
+    for loss in (lambda out: criterion(out), lambda out: (out.square() * (-variance).exp()).mean()):
+        with pytest.raises(PlanError, match=said):
+            mw.make_recipe(Logits, plan, (IDS,), loss)
+    assert mw.make_recipe(Logits, plan, (IDS,), lambda out: frozen(out))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_a_loss_that_makes_tensors_with_gradients_is_not(plan: str) -> None:
+    def loss(out: Tensor) -> Tensor:
+        one, two = torch.ones(12, requires_grad=True), torch.tensor([2.0], requires_grad=True)
+        (slope,) = torch.autograd.grad((one.square() * two).sum(), one, create_graph=True)
+        return (out * slope.detach()).square().mean()
+
+    assert mw.make_recipe(Logits, plan, (IDS,), loss)
