@@ -30,7 +30,7 @@ from meshwright.planning.capture import capture, computing_in
 from meshwright.planning.constructed import refuse_overlaps, refusing, refusing_trained
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
-from meshwright.planning.passes.checks import refuse_lazy
+from meshwright.planning.passes.checks import refuse_hidden, refuse_lazy
 from meshwright.planning.pipeline import cut_as_before
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
@@ -131,6 +131,7 @@ class Planned:
         batch = mapped(lambda t: t.clone() if t.is_inference() else t, batch)  # autograd saves no inference tensor
         recorded = record(build, seed=plan.seed, draw=False)
         self._model = recorded.module
+        refuse_hidden(self._model)
         refuse_lazy(self._model)
         refuse_overlaps(recorded.shared.pairs)
         if dtype is not None:

@@ -4,7 +4,9 @@ error before anything starts."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,34 @@ def test_parameters_that_the_first_forward_makes_are_one_error(mesh: str) -> Non
     with pytest.raises(mw.PlanError, match=r"teacher\.weight.*\n.*the first forward makes") as raised:
         mw.make_recipe(Copies, mesh, rows(), loss)
     assert len(raised.value.findings) == 1
+
+
+class LeavesOut(nn.Linear):
+    """Its optimizer is not to see the bias."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (p for p in super().parameters(recurse) if p.dim() > 1)
+
+
+class OtherNames(nn.Linear):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((f"linear.{name}", p) for name, p in super().named_parameters(*args, **kwargs))
+
+
+class Passes(nn.Linear):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return super().named_parameters(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_model_that_does_not_show_all_its_parameters_is_refused(mesh: str) -> None:
+    for kind, said in (
+        (LeavesOut, r"parameters\(\)\n.*leaves out bias"),
+        (OtherNames, r"named_parameters\(\)\n.*another name"),
+    ):
+        with pytest.raises(mw.PlanError, match=said):
+            mw.make_recipe(partial(kind, 64, 4), mesh, rows(), loss)
+    assert mw.make_recipe(partial(Passes, 64, 4), mesh.replace("pp", "tp"), rows(), loss)
 
 
 def test_lazy_parameters_of_a_build_that_runs_a_forward_are_those_of_plain_torch() -> None:

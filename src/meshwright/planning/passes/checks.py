@@ -38,6 +38,26 @@ def refuse_lazy(model: nn.Module) -> None:
     findings.raise_if_any()
 
 
+def refuse_hidden(model: nn.Module) -> None:
+    """Raises a PlanError if methods of the model's own leave out some of its parameters, buffers or modules."""
+    findings = Findings()
+    for method in ("named_parameters", "named_buffers", "named_modules", "parameters", "buffers", "modules"):
+        own, of_torch = getattr(model, method), getattr(nn.Module, method)
+        if getattr(own, "__func__", None) is of_torch:
+            continue
+        kind = method.removeprefix("named_")
+        there = getattr(nn.Module, f"named_{kind}")(model)
+        shown = {id(x) for x in own()} if method == kind else {(name, id(x)) for name, x in own()}
+        if hidden := [name for name, x in there if (id(x) if method == kind else (name, id(x))) not in shown]:
+            findings.add(
+                where=f"the model's {method}()",
+                given=f"a method of {type(model).__name__} that leaves out {few(hidden)}, or gives it another name",
+                required=f"all {kind}: each rank holds its part of them",
+                fix=f"leave {method} as nn.Module has it; p.requires_grad_(False) for what no optimizer is to train",
+            )
+    findings.raise_if_any()
+
+
 def check_made(draft: Draft) -> Draft:
     """A problem if a forward has made parameters, or has put others in their place: the next one would find them, unsharded
     and unknown to the optimizer."""
