@@ -266,6 +266,21 @@ def by_copy() -> nn.Module:
     return module
 
 
+def by_itself() -> nn.Module:
+    """As a pretrained part is loaded: the rest of the state dict is the module's own."""
+    module = nn.Sequential(nn.Linear(70, 80), nn.Linear(80, 70))
+    state = module.state_dict()
+    state.update({"1.bias": torch.ones(70)})
+    module.load_state_dict(state)
+    with torch.no_grad():
+        module[0].weight[:] = module[0].weight
+        torch.add(module[1].weight, 1, out=module[1].weight)
+        grown = torch.linspace(0, 1, 80)  # real, and deferred from its sum with a deferred one
+        torch.add(grown, module[0].weight[:, 0], out=grown)
+        module[0].bias.copy_(grown)
+    return module
+
+
 def tied() -> nn.Module:
     module = nn.ModuleDict({"emb": nn.Embedding(90, 64), "head": nn.Linear(64, 90, bias=False)})
     module["head"].weight = module["emb"].weight
@@ -382,6 +397,7 @@ def saved(tensor: Tensor) -> io.BytesIO:
 TRICKS: dict[str, Build] = {
     "data": by_data,
     "copy": by_copy,
+    "by itself": by_itself,
     "tied": tied,
     "tables": tables,
     "odds": odds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -169,21 +170,26 @@ class InitRecorder(TorchDispatchMode):
         """Logs an op, whose outputs on meta are ``outputs``. Returns deferred outputs."""
         changed = written_by(func, args, kwargs)
         overwrites = op_facts(func).overwrites
+        overwritten_values = [value for argument, value in changed if overwrites or argument.is_out]
+        read = Counter(map(address_of, tensors_in((args, kwargs))))
+        read.subtract(map(address_of, tensors_in(overwritten_values)))
         for argument, value in changed:
             for tensor in tensors_in([value]):
-                self._adopt(tensor, overwrites or argument.is_out)
+                self._adopt(tensor, (overwrites or argument.is_out) and not read[address_of(tensor)])
         written = [self.ref(tensor) for _, value in changed for tensor in tensors_in([value])]
-        overwritten = [self.ref(tensor) for a, v in changed if overwrites or a.is_out for tensor in tensors_in([v])]
+        overwritten = [self.ref(tensor) for tensor in tensors_in(overwritten_values)]
         result, fresh = self._results(func, outputs, changed)
         random = op_facts(func).draws
         generators = [leaf for leaf in kwargs.values() if isinstance(leaf, torch.Generator)]
         logged_args, logged_kwargs = mapped(self._logged, (args, kwargs))
-        inputs = [leaf for leaf in refs_in((logged_args, logged_kwargs)) if leaf not in overwritten]
+        # A tensor may be overwritten by itself (``load_state_dict`` of what ``state_dict`` gave): it is an input, too.
+        inputs = Counter(refs_in((logged_args, logged_kwargs)))
+        inputs.subtract(ref for ref in overwritten if ref)
         op = LoggedOp(
             func,
             logged_args,
             logged_kwargs,
-            reads=frozenset(ref.cell for ref in inputs),
+            reads=frozenset(ref.cell for ref, count in inputs.items() if count > 0),
             writes=frozenset(ref.cell for ref in (*written, *fresh) if ref),
             kills=frozenset(ref.cell for ref in (*overwritten, *fresh) if ref and self.log.covers(ref)),
             fresh=fresh,

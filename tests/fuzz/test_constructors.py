@@ -1,0 +1,50 @@
+"""Random constructors, recorded without memory for their weights: each value is bit for bit that of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from constructors import Constructor
+from torch import Tensor, nn
+
+from meshwright.deferred import record
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    kept = {name: value[0] for name, value in vars(module).items() if name.startswith("kept")}
+    return {**dict(module.named_buffers()), **kept}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def judge(seed: int, small: int) -> None:
+    build = Constructor(seed)
+    torch.manual_seed(3)
+    plain = build()
+    state = torch.get_rng_state()
+    recorded = record(build, seed=3, small=small)
+    assert torch.equal(torch.get_rng_state(), state), f"seed {seed}, small {small}: other random numbers afterwards"
+    found = {
+        **values(recorded.module),
+        **{n: recorded.value(n) for n, _ in plain.named_parameters(remove_duplicate=False)},
+    }
+    expected = {**values(plain), **dict(plain.named_parameters(remove_duplicate=False))}
+    wrong = [name for name, value in expected.items() if not same(value.detach(), found[name])]
+    assert not wrong, f"seed {seed}, small {small}: {wrong}"
+
+
+@pytest.mark.parametrize("small", [0, 60])
+@pytest.mark.parametrize("begin", range(0, 200, 50))
+def test_random_constructors(begin: int, small: int) -> None:
+    for seed in range(begin, begin + 50):
+        judge(seed, small)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("small", [0, 60, 500])
+def test_many_random_constructors(small: int) -> None:
+    for seed in range(1000, 5000):
+        judge(seed, small)
