@@ -16,24 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LARGEST = 30_000  # elements
-_REFUSED = (RuntimeError, IndexError, ValueError, TypeError)  # what torch or NumPy says of a function that does not fit
+REFUSED = (RuntimeError, IndexError, ValueError, TypeError)  # what torch or NumPy says of a function that does not fit
 
 
 class Constructor:
-    """``build()`` of a random module. ``seed``: which; ``size``: of its larger dims."""
+    """``build()`` of a random module.
+
+    Args:
+        seed: which; ``size``: of its larger dims.
+
+    Attributes:
+        refused: the steps that torch or NumPy refused in the last run. A function that is deferred may be refused later.
+    """
 
     def __init__(self, seed: int, size: int = 40) -> None:
         self._seed, self._size = seed, size
 
     def __call__(self) -> nn.Module:
         self._draw = random.Random(self._seed)
-        self._tensors = [self._new()]
+        self._tensors, self.refused = [self._new()], list[int]()
         with torch.no_grad():
-            for _ in range(self._draw.randint(3, 14)):
-                self._step()
+            for number in range(self._draw.randint(3, 14)):
+                self._step(number)
             return self._module()
 
-    def _step(self) -> None:
+    def _step(self, number: int) -> None:
         kind = self._draw.random()
         try:
             if kind < 0.25:
@@ -45,8 +52,8 @@ class Constructor:
             else:
                 result = self._one_of(FUNCTIONS)(self._any(), self._any())
                 self._tensors += [result] if result.numel() < LARGEST else []
-        except _REFUSED:
-            pass
+        except REFUSED:
+            self.refused.append(number)
 
     def _any(self) -> Tensor:
         return self._draw.choice(self._tensors)
@@ -81,20 +88,8 @@ def _by_numpy(t: Tensor, other: Tensor) -> Tensor:
     return t
 
 
-def _apart(t: Tensor, other: Tensor) -> None:
-    """Refuses what torch refuses when it runs such a write: while it is deferred, nobody sees that tensors overlap."""
-    if t.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
-        raise RuntimeError
-
-
-def _sum_out(t: Tensor, other: Tensor) -> Tensor:
-    _apart(t, other)
-    return torch.add(other, t.flatten()[0], out=t)
-
-
 def _part_of(t: Tensor, other: Tensor) -> Tensor:
     """Copies as much of ``other`` as fits."""
-    _apart(t, other)
     rows = min(len(t), len(other))
     t, other = t[:rows], other[:rows]
     while t.dim() > other.dim():
@@ -174,7 +169,7 @@ WRITES = (
     lambda t, o: t.mul_(1 + abs(float(t.flatten()[0])) % 1),
     lambda t, o: nn.init.trunc_normal_(t, std=0.02),
     lambda t, o: torch.add(t, 1, out=t),
-    _sum_out,
+    lambda t, o: torch.add(o, t.flatten()[0], out=t),
     _by_numpy,
     _part_of,
     _part_of,
