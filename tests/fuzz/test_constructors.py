@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from meshwright.deferred import record
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of functions that do not fit
 
 
