@@ -1228,3 +1228,48 @@ def rows_of_far(corner):
 @pytest.mark.parametrize("corner", [50.0, 5000.0])
 def test_a_corner_far_from_all_values_couples_rows(corner, workers):
     assert workers.run(rows_of_far, corner, ranks=2)[0] == "coupled"
+
+
+SEEN = torch.zeros(8)  # what a model keeps in its module
+
+
+class WritesThroughASlice(nn.Module):
+    """Keeps a mean of its rows in float32, and writes it through a view of what it keeps."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        SEEN.zero_()
+        if where == "attribute":
+            self.kept = torch.zeros(8)
+        elif where == "list":
+            self.kept = [torch.zeros(8)]
+        elif where == "view of a buffer":
+            self.register_buffer("table", torch.zeros(16))
+            self.kept = self.table[4:12]
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = getattr(self, "kept", SEEN)
+        kept = kept[0] if isinstance(kept, list) else kept
+        kept[:6].lerp_(x.detach().mean((0, 1))[:6], 0.5)
+        return self.last(torch.tanh(self.first(x + kept))).square().mean()
+
+
+@pytest.mark.parametrize(
+    "plan", [{"mesh": "tp=2", "microbatches": 2}, {"mesh": "pp=2", "microbatches": 2}, "dp_shard=2"], ids=str
+)
+@pytest.mark.parametrize("where", ["attribute", "list", "view of a buffer", "global"])
+def test_writes_through_a_slice_are_seen_by_the_trial_in_float64(where, plan, workers):
+    """It computes with copies in float64: a write to a slice of a copy was lost, and the rows did not seem to meet."""
+    batch = (torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)),)
+    report = mw.check(
+        partial(WritesThroughASlice, where),
+        batch,
+        plan,
+        loss=lambda out: out,
+        dtype=torch.float32,
+        workers=workers,
+        steps=3,
+    )
+    assert report.passed, report
+    assert any("every data rank" in note or "rows" in note for note in report.notes), report.notes

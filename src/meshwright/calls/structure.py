@@ -215,7 +215,7 @@ def _clone(t: Tensor) -> Tensor:
 def copied_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor] = _clone) -> list[Tensor]:
     """A copy of each of some different tensors. Tensors of one dtype that share memory share memory in the copies too.
 
-    ``copy``: copies a tensor that shares no memory with the others.
+    ``copy``: copies a tensor, or the memory of several; perhaps in another dtype.
     """
     sharing: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
@@ -224,17 +224,17 @@ def copied_together(tensors: Sequence[Tensor], copy: Callable[[Tensor], Tensor] 
     copies: dict[int, Tensor] = {}
     for indices in sharing.values():
         alone = len(indices) == 1
-        of_memory = [copy(tensors[i]) for i in indices] if alone else _views_of_a_copy([tensors[i] for i in indices])
+        of_memory = [copy(tensors[indices[0]])] if alone else _views_of_a_copy([tensors[i] for i in indices], copy)
         copies.update(zip(indices, of_memory, strict=True))
     return [copies[i] for i in range(len(tensors))]
 
 
-def _views_of_a_copy(sharing: Sequence[Tensor]) -> list[Tensor]:
+def _views_of_a_copy(sharing: Sequence[Tensor], copy: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Copies of tensors that share memory, which share memory too."""
     first = min(t.storage_offset() for t in sharing)
     extents = (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in sharing)
     last = max(t.storage_offset() + extent for t, extent in zip(sharing, extents, strict=True))
-    memory = sharing[0].detach().as_strided((last - first + 1,), (1,), first).clone()
+    memory = copy(sharing[0].detach().as_strided((last - first + 1,), (1,), first))
     return [memory.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in sharing]
 
 

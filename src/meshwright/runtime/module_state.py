@@ -7,7 +7,7 @@ Parameters, submodules and other hooks are not part of it: they belong to the op
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -165,13 +165,16 @@ class ModuleState:
         return ModuleState(self._module, [p.parameter for p in self._parameters])
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, cast: Callable[[Tensor], Tensor] | None = None) -> Iterator[None]:
         """A context in which modules have the state of the snapshot, in new copies of its tensors. Afterwards they have their
-        earlier state again."""
+        earlier state again.
+
+        ``cast``: gives a copy another dtype.
+        """
         contents = self._contents
         unchanged = contents.is_current()
         before = contents.items if unchanged else [(holder, content_of(holder)) for holder, _ in contents.items]
-        copies = dict(zip(map(id, self._kept), _copies(self._copies), strict=True))
+        copies = dict(zip(map(id, self._kept), _copies(self._copies, cast), strict=True))
         written = [_Written.of(p.parameter) for p in self._parameters]
         if copies or not unchanged:
             for (holder, content), copied in zip(contents.items, self._copied, strict=True):
@@ -249,11 +252,15 @@ class _Written:
         set_version(self.local, self.version)
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _copies(tensors: Sequence[Tensor], cast: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
     """Copies of tensors, which share memory as they do. Outside all modes: else a stage would record a copy as an operator of
     the model."""
+
+    def copy(t: Tensor) -> Tensor:
+        return _copy(t) if cast is None or type(t) is not Tensor else cast(_copy(t))
+
     with torch.no_grad(), without_modes():
-        return copied_together(tensors, _copy)
+        return copied_together(tensors, copy)
 
 
 def _copy(value: Tensor) -> Tensor:

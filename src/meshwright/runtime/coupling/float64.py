@@ -22,7 +22,7 @@ from meshwright.runtime.weights.parameters import local_tensor
 from meshwright.spmd.autograd_functions import FunctionMode
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, aliases, is_fact, writes
+from meshwright.spmd.torch_functions import GET_DATA, SET_DATA, aliases, is_fact, is_random, writes
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -92,13 +92,12 @@ class Float64Mode(FunctionMode):
             return _WIDER[args[0].dtype]
         if func == GET_DATA or is_fact(func) or _is_lookup(func, args, kwargs):
             return func(*args, **kwargs)  # (a write to ``p.data`` must reach the parameter, in its own dtype)
-        if (
-            self._written
-            and aliases(func)
-            and type(args[0]) in (Tensor, nn.Parameter)
-            and storage_of(args[0]) in self._written
-        ):
+        if args and aliases(func) and self._is_written(args[0]):
             return func(*args, **kwargs)  # (so must a write to ``p.detach()`` or ``p[0]``)
+        if args and _is_narrow(args[0]) and aliases(func) and func not in _CONVERSIONS and not is_random(func):
+            view = func(*args, **kwargs)
+            if _shares_memory(view, args[0]):
+                return view  # (and one to a slice of a global variable, say)
         if GlobalTensor in types:  # in the Python body of a torch function: the local functions compute in float64
             with self:
                 return GlobalTensor.__torch_function__(func, types, args, kwargs)
@@ -118,6 +117,9 @@ class Float64Mode(FunctionMode):
         if func in _CONVERSIONS and is_parameter(args[0]):
             self._converted.note([result], args[0])
         return result
+
+    def _is_written(self, x: Any) -> bool:
+        return bool(self._written) and type(x) in (Tensor, nn.Parameter) and storage_of(x) in self._written
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls an engine of autograd with the tensors themselves: a copy of them in float64 has no gradient. Gradients that it
@@ -202,3 +204,14 @@ def _perturbed_values(p: Tensor) -> Tensor:
     size = 0.1 * x.detach().abs().square().mean().sqrt() + 0.01 if x.numel() else 0.0
     positions = torch.arange(x.numel(), dtype=torch.float64, device=x.device)
     return x + size * torch.sin(0.37 * positions * positions + 1.3 * positions + 0.7).view(x.shape)
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether ``x`` is a plain tensor that would be converted: it was there before the forward."""
+    return type(x) is Tensor and x.dtype in _WIDER and x.layout is torch.strided and not x.is_meta
+
+
+def _shares_memory(result: Any, x: Tensor) -> bool:
+    """Whether all tensors of a result lie in the memory of ``x``."""
+    tensors = pytree.tree_leaves(result)
+    return all(type(t) is Tensor and storage_of(t) == storage_of(x) for t in tensors)

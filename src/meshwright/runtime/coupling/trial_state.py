@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.code_state import CodeState
 from meshwright.generators import Generators
 from meshwright.runtime.coupling.attributes import Name, changed, marks, set_attributes
+from meshwright.runtime.coupling.float64 import wider
 from meshwright.runtime.module_state import ModuleState
 from meshwright.runtime.weights.parameters import local_tensor
 
@@ -39,15 +40,13 @@ def restored_afterwards(
         final_slots: gets the values of the slots after the forwards.
         final_attributes: gets the plain attributes that the forwards changed, with their values after them.
         begin: attributes that have other values than now when the forwards begin.
-        wide: whether buffers are in float64 during the forwards.
+        wide: whether buffers and attributes are in float64 during the forwards.
     """
     tensors = [(module, name, getattr(module, name)) for module, name in slots]
     parameters = [(module, name, t) for module, name, t in tensors if isinstance(t, nn.Parameter)]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
-        with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored():
-            if wide:
-                _widen(slots)
+        with random.kept(), ModuleState(model, [p for *_, p in parameters]).restored(_wide if wide else None):
             set_attributes(model, begin)
             before = marks(model)
             try:
@@ -63,9 +62,6 @@ def restored_afterwards(
             p.grad = gradient
 
 
-def _widen(slots: Sequence[Slot]) -> None:
-    """Casts buffers to float64."""
-    for module, name in slots:
-        t = getattr(module, name)
-        if not isinstance(t, nn.Parameter) and t.is_floating_point():
-            setattr(module, name, t.double())
+def _wide(t: Tensor) -> Tensor:
+    """A tensor in the dtype in which ``Float64Mode`` computes: a write to a slice of it must not be one to a converted copy."""
+    return t.to(wider(t.dtype))
