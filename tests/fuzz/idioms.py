@@ -37,6 +37,8 @@ def _idiom(*lines: str, fits: int = 3, ids: bool = False) -> Idiom:
 
 
 LAYERS = {
+    "kept": "torch.zeros(%s)",
+    "pair": "[torch.zeros(%s) for _ in range(2)]",
     "linear": "nn.Linear(%s)",
     "wide": "nn.Linear(%s, bias=False)",
     "normed": "torch.nn.utils.parametrizations.weight_norm(nn.Linear(%s))",
@@ -155,6 +157,15 @@ IDIOMS: dict[str, tuple[Idiom, ...]] = {
                "{1}[{2}]", "!{1}.lerp_(torch.zeros_like({1}).index_add(0, {2}.flatten(), {0}.detach().flatten(0, 1)), 0.1)", "{0} + ({3} - {0}).detach() + $param(L)"),
         _idiom("$linear(L, L)", "$zeros(L, L)", "!{2}.mul_(0.9).add_({1}.weight.detach(), alpha=0.1)", "{1}({0}) - F.linear({0}, {2}).detach()", fits=0),
         _idiom("$zeros(2, L)", "!{1}[0].copy_({0}.detach().flatten(0, -2).amax(0))", "{0} * (1 + {1}.mean(0))", fits=0),
+    ),
+    "kept tensors": (
+        _idiom("$kept(L)", "!{1}[:1].lerp_({0}.detach().mean((0, 1))[:1], 0.3)", "{0} * (1 + {1})"),
+        _idiom("$kept(2, L)", "!{1}[0].copy_({0}.detach().mean((0, 1)))", "{0} + {1}.mean(0)"),
+        _idiom("$kept(L)", "!{1}.view(-1).mul_(0.9).add_({0}.detach().amax((0, 1)), alpha=0.1)", "{0} + {1} * 0.1"),
+        _idiom("$kept(3, L)", "!{1}.copy_(torch.cat([{1}[1:], {0}.detach().mean((0, 1))[None]]))", "{0} + {1}.sum(0) * 0.1"),
+        _idiom("$kept(2, 3)", "!{1}.diagonal().add_({0}.detach().std())", "{0} * (1 + {1}.sum() * 0.1)", fits=0),
+        _idiom("$pair(L)", "!torch._foreach_mul_({1}, 0.9)", "!{1}[1][:] = {0}.detach().mean((0, 1))", "{0} * (1 + {1}[0] + {1}[1])"),
+        _idiom("$kept(L)", "!{1}[:2].add_(0.1)", "{0} + {1}", fits=0),
     ),
     "written parameters": (
         _idiom("$embedding(11, L, max_norm=0.7)(ids)", "{0} + {1}", ids=True),

@@ -132,7 +132,7 @@ class _Compared(Differences):
 
 # What the trial of rows finds to couple them, or may: such programs run in one microbatch here.
 _COUPLES = frozenset([
-    "coupled", "unused", "buffers", "shared buffers", "counter dropout", "assigned buffers", "input writes", "masked mean", "dropout",
+    "coupled", "unused", "buffers", "shared buffers", "kept tensors", "counter dropout", "assigned buffers", "input writes", "masked mean", "dropout",
     "of all rows", "gradients", "picked", "written parameters",
 ])  # fmt: skip
 

@@ -194,16 +194,13 @@ def writes_part(net: Any, h: Tensor) -> Tensor:
         {"mesh": "tp=2", "microbatches": 2},
         {"mesh": "pp=2", "microbatches": 1},
         {"mesh": "pp=2", "microbatches": 2},
-        {"mesh": "dp_shard=2", "microbatches": 2},
         "pp=2,tp=2",
     ],
     ids=str,
 )
 @pytest.mark.parametrize("use", [writes_whole, writes_part])
-@pytest.mark.parametrize(
-    "size", [8, 6000]
-)  # a large buffer is a reason to cut beside it, and has no memory while it is built
-@pytest.mark.parametrize("made", [two_buffers, an_attribute])
+# A large buffer is a reason to cut beside it, and has no memory while it is built.
+@pytest.mark.parametrize(("made", "size"), [(two_buffers, 8), (two_buffers, 6000), (an_attribute, 6000)])
 def test_buffers_in_one_memory_are_the_one_devices(
     made: Callable[[Any, int], None], size: int, use: Any, plan: Any, workers: LocalWorkers
 ) -> None:

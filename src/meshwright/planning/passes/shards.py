@@ -174,15 +174,18 @@ def _shards_of_plan_only(draft: Draft, styles: Mapping[str, Style], error: Excep
 
 def _written_alone(draft: Draft) -> frozenset[str]:
     """The parameters that the forward writes, as far as it runs on tensors without values if nothing is sharded."""
-    before = {name: (p, p.data) for name, p in draft.model.named_parameters() if p.is_meta}
-    shadow = Shadow()
-    shadow.memory = {storage_of(data): name for name, (_, data) in before.items()}
+    before = {name: (p, storage_of(p)) for name, p in draft.model.named_parameters() if p.is_meta}
+    shadow, assigned = Shadow(), set[str]()
+    shadow.memory = {memory: name for name, (_, memory) in before.items()}
+
+    def run(model: nn.Module) -> None:
+        try:
+            draft.run(model)
+        finally:  # before the parameters get their memory back
+            assigned.update(name for name, (p, memory) in before.items() if storage_of(p) != memory)
+
     with torch.no_grad(), shadow, MetaFunctions(), _given_up_by_the_model():
-        undisturbed(draft.model, draft.run)(draft.model)
-    assigned = {name for name, (p, data) in before.items() if storage_of(p) != storage_of(data)}
-    for name in assigned:
-        p, data = before[name]
-        p.data = data
+        undisturbed(draft.model, run)(draft.model)
     return frozenset(shadow.written | assigned)
 
 
