@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +57,19 @@ class SharedMemory:
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Names of two tensors of a model that overlap in memory, and of which one is trained."""
+    tensors = [
+        (name, t) for name, t in (*model.named_parameters(), *model.named_buffers()) if _has_memory(t) and t.numel()
+    ]
+    order = {name: position for position, (name, _) in enumerate(tensors)}
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if _has_memory(t) and t.numel():
-            by_storage.setdefault(storage_of(t), []).append((name, t))
-    for tensors in by_storage.values():
-        for (a, x), (b, y) in combinations(tensors, 2):
-            if (_is_trained(x) or _is_trained(y)) and _overlap(x, y):
-                yield a, b
+    for name, t in sorted(tensors, key=lambda named: _extent(named[1])):
+        open_ones = by_storage.setdefault(storage_of(t), [])  # those that may reach to where this one begins
+        open_ones[:] = [(other, x) for other, x in open_ones if _extent(x)[1] > _extent(t)[0]]
+        for other, x in open_ones:
+            if (_is_trained(x) or _is_trained(t)) and _overlap(x, t):
+                first, second = sorted((other, name), key=order.__getitem__)
+                yield first, second
+        open_ones.append((name, t))
 
 
 def _is_trained(t: Tensor) -> bool:
@@ -77,10 +81,8 @@ def _has_memory(t: Tensor) -> bool:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether two tensors of one storage, whose extents overlap, have an element in common."""
     (first, stop), (other_first, other_stop) = map(_extent, (x, y))
-    if stop <= other_first or other_stop <= first:
-        return False
     if first == other_first or x.dtype != y.dtype:
         return True
     begin, end = (n // x.element_size() for n in (min(first, other_first), max(stop, other_stop)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from torch import nn
 
 from meshwright.calls.structure import is_scripted
@@ -65,26 +67,24 @@ def check_made(draft: Draft) -> Draft:
     now = dict(draft.model.named_parameters(remove_duplicate=False))
     made = [name for name in now if name not in known]
     replaced = [name for name, p in now.items() if known.get(name, p) is not p]
-    findings = []
-    if made:
-        findings.append(
-            Finding(
-                where=f"the model's {few(made)}",
-                given="parameters that the first forward makes",
-                required="parameters that are there before it: they are sharded then",
-                fix=f"make them in the constructor; or, {_IN_BUILD}",
-            )
-        )
-    if replaced:
-        findings.append(
-            Finding(
-                where=f"the model's {few(replaced)}",
-                given="parameters in whose place the first forward puts others",
-                required="the parameters that were there before it: an optimizer trains those",
-                fix=f"put the others there in the constructor; or, {_IN_BUILD}",
-            )
-        )
+    findings = [
+        *_of_constructor(
+            made, "parameters that the first forward makes",
+            "parameters that are there before it: they are sharded then", "make them",
+        ),
+        *_of_constructor(
+            replaced, "parameters in whose place the first forward puts others",
+            "those that were there before it: an optimizer trains those", "put the others there",
+        ),
+    ]  # fmt: skip
     return draft.wrong(findings)
+
+
+def _of_constructor(names: Sequence[str], given: str, required: str, fix: str) -> Iterator[Finding]:
+    """A problem with these parameters, if there are any. ``fix``: what the constructor should do."""
+    if names:
+        fix = f"{fix} in the constructor; or, {_IN_BUILD}"
+        yield Finding(where=f"the model's {few(names)}", given=given, required=required, fix=fix)
 
 
 def check_rows(draft: Draft) -> Draft:
