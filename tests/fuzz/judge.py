@@ -17,7 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -243,7 +243,11 @@ class Differences:
     def __init__(self, run: Run, facts: Facts) -> None:
         self._run, self._facts = run, facts
         self._found: list[tuple[str, str, float]] = []
-        self._noisy: Facts | None = None
+
+    @cached_property
+    def _noisy(self) -> Facts:
+        """One device's facts, if its parameters have rounding errors."""
+        return one_device(self._run, 1e-13 if self._run.precise else 1e-3)
 
     def loss(self, step: int, i: int, found: float) -> None:
         self.compare("losses", step, i, torch.tensor(self._facts.losses[step][i]), torch.tensor(found))
@@ -293,6 +297,8 @@ class Differences:
             self._found.append((what, f"{where}: {_brief(found)}, not {_brief(expected)} (off by {off:.1e})", off))
 
     def _allowed(self, what: str, step: int, name: Any, expected: Tensor) -> float:
+        if not self._run.precise:
+            return self._rounded(what, step, name)
         scale = max(1.0, float(expected.abs().max())) if expected.numel() and expected.is_floating_point() else 1.0
         if what == "gradients":
             scale = max(
@@ -305,14 +311,10 @@ class Differences:
                     ),
                 ]
             )
-        if self._run.precise:
-            return scale * (1e-9 if expected.dtype == torch.float64 else 5e-2)
-        return self._rounded(what, step, name)
+        return scale * (1e-9 if expected.dtype == torch.float64 else 5e-2)
 
     def _rounded(self, what: str, step: int, name: Any) -> float:
         """What half types may round away: a share of the tensor's own size, and what noise on the parameters does to it."""
-        if self._noisy is None:
-            self._noisy = one_device(self._run, 1e-3)
         one, other = (facts.value(what, step, name) for facts in (self._facts, self._noisy))
         own = _largest(one)
         noise = _largest(one - other) if one.shape == other.shape else own
@@ -335,7 +337,7 @@ class Differences:
 
     def _rounding_may_do(self, off: float) -> bool:
         """Whether a last bit of the parameters changes one device's own result by as much: a kink, a tie."""
-        noisy = one_device(self._run, 1e-3 if not self._run.precise else 1e-13)
+        noisy = self._noisy
         pairs = [
             (a, b) for x, y in zip(self._facts.losses, noisy.losses, strict=True) for a, b in zip(x, y, strict=True)
         ]

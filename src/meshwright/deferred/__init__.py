@@ -119,7 +119,6 @@ def record(build: Build, *, seed: int | None = None, draw: bool = True, small: i
     values = {name: value_by_id[id(parameter)] for name, parameter in parameters.items()}
     for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
         _to_meta(parameter)
-    shared.forget_freed()
     # Tensors in unreachable cycles need not be filled. But a garbage collection looks at every object of the process, half a
     # second if large packages are imported; and mostly only buffers are deferred now.
     if recorder.cells.keys() - {address_of(buffer) for buffer in module.buffers()}:

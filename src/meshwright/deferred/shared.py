@@ -19,8 +19,10 @@ from meshwright.private import storage_of
 
 @dataclass
 class SharedMemory:
-    """Attributes:
-    pairs: names of a trained parameter and another parameter or buffer that overlap in memory.
+    """What shared memory with the trained parameters of a model.
+
+    Attributes:
+        pairs: names of a trained parameter and another parameter or buffer that overlap in memory.
     """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
@@ -41,13 +43,9 @@ class SharedMemory:
                 memory._kept[storage_of(t)] = StorageWeakRef(t.untyped_storage()), name
         return memory
 
-    def forget_freed(self) -> None:
-        """Called when the parameters have left their memory: what is still alive then is used by other tensors."""
-        self._kept = {number: (ref, name) for number, (ref, name) in self._kept.items() if not ref.expired()}
-
     def __bool__(self) -> bool:
-        """Whether a tensor of a forward may be in memory that parameters had."""
-        return bool(self._kept)
+        """Whether a tensor of a forward may be in memory that parameters had: whether some is alive without them."""
+        return not all(ref.expired() for ref, _ in self._kept.values())
 
     def origin(self, t: Tensor) -> str | None:
         """The name of what was in this memory when ``build()`` ended: a parameter, or an attribute computed from some."""

@@ -43,15 +43,15 @@ def refusing(run: Run, origin: Origin) -> Run:
     @wraps(run)
     def watched(model: nn.Module) -> Any:
         findings = Findings()
-        with _uses(origin) as uses:
+        with _Uses(origin) as uses:
             result = run(model)
-        for line, name in uses:
+        for line, name in uses.lines:
             findings.add(
                 where=f"the model's {line or 'forward'}",
                 given=f"a tensor that the constructor made from a parameter: {name}",
-                required="a tensor that the forward makes: the constructor's has its memory or its graph, and each rank "
-                "holds only a part of the parameter",
-                fix=f"make it in the forward, from {name}; or, if it is to keep its first value, detach().clone() it",
+                required="one that the forward makes: this one is in the memory or the graph of a parameter of which each "
+                "rank holds a part",
+                fix="make it in the forward; or, if it is to keep its first value, detach().clone() it in the constructor",
             )
         findings.raise_if_any()
         return result
@@ -73,9 +73,9 @@ def refusing_trained(of_batch: Iterable[Tensor]) -> Iterator[None]:
         return f"of shape {tuple(t.shape)}" if is_own else None
 
     findings = Findings()
-    with _uses(trained) as uses:
+    with _Uses(trained) as uses:
         yield
-    for line, shape in uses:
+    for line, shape in uses.lines:
         findings.add(
             where=f"loss, {line}" if line else "loss",
             given=f"a trained tensor {shape} that is not in the model",
@@ -85,18 +85,13 @@ def refusing_trained(of_batch: Iterable[Tensor]) -> Iterator[None]:
     findings.raise_if_any()
 
 
-@contextmanager
-def _uses(origin: Origin) -> Iterator[dict[tuple[str, str], None]]:
-    """Inside the ``with``, notes each (line of the model, what it is) at which a tensor with an origin is used."""
-    lines: dict[tuple[str, str], None] = {}
-    with _Uses(origin, lines):
-        yield lines
-
-
 class _Uses(DispatchMode):
-    def __init__(self, origin: Origin, lines: dict[tuple[str, str], None]) -> None:
+    """Notes where tensors with an origin are used. ``lines``: each (the model's line, what it uses) once, in order."""
+
+    def __init__(self, origin: Origin) -> None:
         super().__init__()
-        self._origin, self._lines = origin, lines
+        self._origin = origin
+        self.lines: dict[tuple[str, str], None] = {}
         self._new: dict[int, Tensor] = {}  # the memory of what ops returned: it is nobody's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +100,7 @@ class _Uses(DispatchMode):
             said for t in tensors_among((*args, *kwargs.values()))
             if not self._is_new(t) and (said := self._origin(t)) is not None
         ]  # fmt: skip
-        self._lines.update(dict.fromkeys((model_line(), said) for said in found))
+        self.lines.update(dict.fromkeys((model_line(), said) for said in found))
         out = func(*args, **kwargs)
         if not found:
             results = tensors_among(out if isinstance(out, (tuple, list)) else (out,))
