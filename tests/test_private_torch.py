@@ -82,6 +82,7 @@ from meshwright.private import (
     schema_of,
     schemas,
     set_autograd_local,
+    set_raw_local,
     set_version,
     storage_of,
     take_backward_hooks,
@@ -145,7 +146,7 @@ USES = {
     "runtime/weights/fsdp.py": "_forward_hooks _forward_pre_hooks _fsdp_param_group _fsdp_param_groups _get_fsdp_state \
         _root_post_backward_final_callback _set_unsharded_grad_dtypes _unsharded_param _load_state_dict_pre_hooks \
         _module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle _register_state_dict_hooks \
-        _state_ctx _state_dict_pre_hooks _training_state",
+        _sharded_param_data _state_ctx _state_dict_pre_hooks _training_state",
     "replay/overlap.py": "_is_view",
     "runtime/groups.py": "_set_pg_timeout",
     "runtime/weights/running_optimizer.py": "_getframe",  # of sys
@@ -1040,6 +1041,34 @@ def _groups_of_fsdp() -> dict[str, Any]:
         told["the last" if last else "not the last"] = sorted(seen, key=lambda s: order.index(s[0]))
         seen.clear()
     told["after"] = [fsdp_param.sharded_param.grad is not None for fsdp_param in group.fsdp_params]
+    return told
+
+
+def test_parameters_are_gathered_from_memory_that_they_got_between_steps(workers: Any) -> None:
+    for told in workers.run(_gathered_from_other_memory, ranks=2):
+        assert told == ["the former", "the new", "written since"]
+
+
+def _gathered_from_other_memory() -> list[str]:
+    """Three rows over two ranks: the memory of the second rank's row has no room for FSDP2's padding."""
+    module, told = nn.Linear(2, 3, bias=False), []
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    weight: Any = module.weight
+    module(torch.ones(1, 2))
+    module.reshard()  # type: ignore[operator]
+    local = torch.full_like(weight.to_local(), 5.0)
+    set_raw_local(weight, local.detach())
+
+    def gathers(value: float) -> bool:
+        result = module(torch.ones(1, 2))
+        module.reshard()  # type: ignore[operator]
+        return bool((result == 2 * value).all())
+
+    told.append("the new" if gathers(5.0) else "the former")
+    fsdp.follow_memory(module)
+    told.append("the new" if gathers(5.0) else "the former")
+    local.fill_(7.0)
+    told.append("written since" if gathers(7.0) and (weight.full_tensor() == 7.0).all() else "apart")
     return told
 
 

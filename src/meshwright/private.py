@@ -346,6 +346,11 @@ def raw_local(p: Any) -> Tensor:
     return local
 
 
+def set_raw_local(p: Any, local: Tensor) -> None:
+    """Gives a DTensor another local tensor. An assignment to its ``data`` does nothing in torch."""
+    p._local_tensor = local
+
+
 def raw_locals(parameters: Iterable[Any]) -> list[Tensor]:
     """``raw_local`` of each. Called for all parameters in every step."""
     return list(map(_RAW_LOCAL, parameters))
@@ -580,6 +585,7 @@ __all__ = [
     "schema_of",
     "schemas",
     "set_autograd_local",
+    "set_raw_local",
     "storage_of",
     "timeout_of",
     "unhooked",

@@ -116,9 +116,10 @@ class Padded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.out = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.scale = nn.Parameter(torch.ones(()))  # FSDP2 divides no scalars: no DTensor there
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.embedding(ids)).square().mean()
+        return (self.out(self.embedding(ids)) * self.scale).square().mean()
 
 
 def trained(parameters: dict[str, Any], step: Callable[[], Any]) -> None:
@@ -129,6 +130,8 @@ def trained(parameters: dict[str, Any], step: Callable[[], Any]) -> None:
         optimizer.zero_grad()
         parameters["embedding.weight"].data[0].zero_()
         parameters["out.bias"].data = parameters["out.bias"].data * 0.5
+        vector = nn.utils.parameters_to_vector(parameters.values())
+        nn.utils.vector_to_parameters(vector.detach() * 0.9, parameters.values())
 
 
 IDS = torch.arange(8).view(4, 2) % 5
@@ -149,6 +152,71 @@ def test_training_is_that_of_one_device(fresh: LocalWorkers, mesh: str) -> None:
     result, _ = fresh.run(trained_over, mesh, ranks=2)
     for name, p in model.named_parameters():
         torch.testing.assert_close(result[name], p.detach())
+
+
+def averaged(parameters: dict[str, Any], step: Callable[[], Any], tied: bool) -> list[Tensor]:
+    """Averages take the place of parameters for a while, as in many scripts; what shares memory goes on sharing it."""
+    optimizer, told = torch.optim.SGD(parameters.values(), lr=0.5, momentum=0.5), []
+    averages = {name: p.data.clone() for name, p in parameters.items()}
+
+    def train() -> None:
+        told.append(step())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    kept = {name: p.data for name, p in parameters.items()}
+    row = parameters["out.weight"].detach()[1]
+    for name, p in parameters.items():
+        averages[name].lerp_(p.data, 0.3)
+        p.data = averages[name]
+    train()  # the averages share the memory of the parameters
+    train()
+    told.extend(whole(averages))
+    with torch.no_grad():
+        row.zero_()  # of the former memory
+        averages["out.weight"].mul_(0.5)  # of the parameter's
+    train()
+    for name, p in parameters.items():
+        p.data, averages[name] = kept[name], p.data
+    for _ in range(4):
+        train()
+    told.extend(whole(averages))
+    if tied:
+        parameters["out.weight"].data = parameters["embedding.weight"].data  # one memory from now on
+    for _ in range(2):
+        train()
+    return [*told, *whole(parameters)]
+
+
+def whole(tensors: dict[str, Any]) -> list[Tensor]:
+    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for _, t in sorted(tensors.items())]
+
+
+def averaged_over(mesh: str, tied: bool) -> list[Tensor]:
+    job = mw.parallelize(Padded, mesh, batch=(IDS,), loss=lambda out: out, dtype=torch.float64)
+    rows = IDS.chunk(job.recipe.mesh.data_size)[job.recipe.mesh.data_index(job.rank)]
+    return averaged(dict(job.named_parameters()), lambda: job.step((rows,)), tied)
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])
+def test_what_shared_memory_before_data_was_assigned_keeps_its_values(
+    fresh: LocalWorkers, mesh: str, ranks: int
+) -> None:
+    torch.manual_seed(0)
+    model = Padded().double()
+
+    def step() -> Tensor:
+        loss = model(IDS)
+        loss.backward()
+        return loss.detach()
+
+    tied = "tp" not in mesh  # over tp the two are cut in different ways: a copy
+    expected = averaged(dict(model.named_parameters()), step, tied)
+    for told in fresh.run(averaged_over, mesh, tied, ranks=ranks):
+        assert len(told) == len(expected)
+        for now, one in zip(told, expected, strict=True):
+            torch.testing.assert_close(now, one)
 
 
 def what_views_are() -> list[Any]:

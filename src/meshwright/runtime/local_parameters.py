@@ -38,9 +38,10 @@ class _Counted(torch.autograd.Function):
         return g if g is None or ctx.counts else torch.zeros_like(g), None
 
 
-def _state(p: DTensor) -> tuple[int, bool]:
-    """(memory of a parameter, whether it requires a gradient): if either changes, it needs a new local tensor."""
-    return storage_of(raw_local(p)), p.requires_grad
+def _state(p: DTensor) -> tuple[int, int, bool]:
+    """(memory of a parameter, its place there, whether it requires a gradient): if one changes, it needs a new local tensor."""
+    local = raw_local(p)
+    return storage_of(local), int(local.storage_offset()), p.requires_grad
 
 
 def _is_sharded_as(p: Tensor, line: ParameterRecipe) -> bool:
@@ -111,7 +112,7 @@ class LocalParameters(LocalPartLookup):
         self._any_shared = any(len(line.places) > 1 for line in recipe.parameters)
         # id of a parameter → (parameter, …): the parameter shows whether the id still belongs to it
         self._lines: dict[int, tuple[Tensor, ParameterRecipe]] = {}
-        self._leaves: dict[int, tuple[Tensor, tuple[int, bool], Tensor]] = {}
+        self._leaves: dict[int, tuple[Tensor, tuple[int, int, bool], Tensor]] = {}
         self._parts: dict[Any, _Part] = {}
         self._used: list[tuple[Any, _Part]] = []  # in this forward
         # id of a parameter that this forward has cast → (the parameter, its type in this forward)

@@ -1,7 +1,7 @@
 """The patches of DTensor, for as long as a job lives: other lines of ``patches.TABLE``.
 
 DTensorPatch   what DTensor does for a function of ATen
-SetterPatch    what an assignment to an attribute of a DTensor does
+SetterPatch    what an assignment to an attribute of a tensor does
 """
 
 from __future__ import annotations
@@ -167,6 +167,12 @@ DATA = SetterPatch(
     "torch.distributed.tensor.DTensor",
     "data",
     "torch loses an assignment to the data of a DTensor (runtime/weights/copied_views.py)",
+    JOB,
+)
+DATA_OF_PLAIN = SetterPatch(
+    "torch.nn.Parameter",
+    "data",
+    "a DTensor as the data of a plain parameter ends the process in torch (runtime/weights/copied_views.py)",
     JOB,
 )
 

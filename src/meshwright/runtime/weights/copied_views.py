@@ -5,6 +5,11 @@ without an error; so is what is assigned to ``data``:
 
     model.embedding.weight.data[0].zero_()
     p.data = p.data * 0.9
+
+An assignment gives the tensor other memory, as on one device: what shares its former memory keeps the former values.
+
+    before = p.data
+    p.data = average
 """
 
 from __future__ import annotations
@@ -14,11 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import Finding, PlanError
-from meshwright.private import description_of, pytree, raw_local, schema_of, storage_of
+from meshwright.private import description_of, pytree, raw_local, schema_of, set_raw_local, storage_of
 from meshwright.runtime.weights.redistribution import gathered, is_in_even_chunks, is_sharded
 from meshwright.spmd import dtensor_patches
 from meshwright.spmd.dtensor_patches import Handler
@@ -27,14 +32,17 @@ from meshwright.spmd.patches import lasting
 View = Callable[[Any], Any]
 
 
-def write_through(owner: object) -> None:
-    """Makes such writes reach the tensor, as long as ``owner`` lives, which this does not keep alive. They are collective.
+def write_through(model: nn.Module) -> None:
+    """Makes such writes reach the tensor, as long as ``model`` lives, which this does not keep alive. They are collective.
 
     Functions that write to positions (``w[mask] = 0``) and that DTensor lacks, or has without plain tensors, are there as well.
     """
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return
     views = (view.on(_viewing(view)) for view in dtensor_patches.VIEWS)
     writes = (write.on(_writing(write)) for write in dtensor_patches.WRITES)
-    lasting(owner, [*views, *writes, dtensor_patches.DATA.on(DTensor, _set_data)])
+    data = dtensor_patches.DATA.on(DTensor, _set_data), dtensor_patches.DATA_OF_PLAIN.on(nn.Parameter, _set_plain_data)
+    lasting(model, [*views, *writes, *data])
 
 
 class CopiedView(DTensor):
@@ -57,7 +65,9 @@ class CopiedView(DTensor):
             made.root, made.relatives = source.root, source.relatives
             made.of_root = lambda whole: view(source.of_root(whole))
         else:
-            made.root, made.relatives, made.of_root = source, [], view
+            # An alias: ``source`` gets other memory if its data are assigned.
+            alias = DTensor(raw_local(source).detach(), description_of(source), requires_grad=False)
+            made.root, made.relatives, made.of_root = alias, [], view
         made.relatives.append(weakref.ref(made))
         return made
 
@@ -208,12 +218,32 @@ def _copy(whole: Tensor, t: DTensor) -> None:
 
 
 def _set_data(t: DTensor, value: Any) -> None:
+    """``t.data = value``: the local tensor of ``t`` is replaced by another one, by which jobs see the change. It shares the
+    memory of the value's, if that has the same form; a whole tensor is copied."""
     if not isinstance(value, Tensor) or (value.shape, value.dtype, value.device) != (t.shape, t.dtype, t.device):
         raise PlanError([_other_kind(t, value)], "this assignment to the data of a tensor")
-    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (t.device_mesh, t.placements):
-        raw_local(t).copy_(raw_local(value))
-    else:
-        _copy(_whole(value).detach(), t)
+    local = raw_local(t)
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        if _has_form_of(t, value):
+            new = raw_local(value)
+            new = new.clone() if new.is_inference() else new.detach()
+        else:
+            new = torch.empty_like(local)
+            _copy(_whole(value).detach(), DTensor(new, description_of(t), requires_grad=False))
+        set_raw_local(t, new)
+
+
+def _set_plain_data(p: nn.Parameter, value: Any) -> None:
+    """For a parameter that no axis divides, which is no DTensor."""
+    Tensor.data.__set__(p, _whole(value))  # type: ignore[attr-defined]
+
+
+def _has_form_of(t: DTensor, value: Tensor) -> bool:
+    """Whether a value is divided as ``t`` is, with local tensors of the same strides."""
+    if not isinstance(value, DTensor) or isinstance(value, CopiedView):
+        return False
+    same_layout = (value.device_mesh, value.placements) == (t.device_mesh, t.placements)
+    return same_layout and raw_local(value).stride() == raw_local(t).stride()
 
 
 def _other_kind(t: DTensor, value: Any) -> Finding:

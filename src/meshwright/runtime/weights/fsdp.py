@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.calls.placeholder import RemoteTensor, local_rows, note_replaced, note_replaced_within
 from meshwright.calls.structure import put_tensors, tensors_of
-from meshwright.private import tensor_to_hook, without_modes
+from meshwright.private import raw_local, tensor_to_hook, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.parameters import Attributes, local_tensor
@@ -182,6 +182,30 @@ def gathered(module: FSDPModule) -> Iterator[tuple[Tensor, Tensor]]:
             p = getattr(fsdp_param, "_unsharded_param", None)
             if p is not None and local_tensor(p).untyped_storage().size():
                 yield fsdp_param.sharded_param, local_tensor(p)
+
+
+def follow_memory(model: nn.Module) -> None:
+    """Makes FSDP2 gather each parameter from the memory that it has now: ``p.data = …`` gave it other memory between steps.
+
+    What shares that memory still does: if there is no room for the padding of uneven shares, it grows in its place.
+
+    Private: ``reset_sharded_param``, which FSDP2 calls once, makes a copy in that case.
+    """
+    for module in model.modules():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            for fsdp_param in group.fsdp_params:
+                local, gathered_from = raw_local(fsdp_param.sharded_param), fsdp_param._sharded_param_data
+                if local.numel() and local.data_ptr() != gathered_from.data_ptr():
+                    fsdp_param._sharded_param_data = _padded(local, gathered_from.numel())
+
+
+def _padded(local: Tensor, size: int) -> Tensor:
+    """A contiguous tensor with ``size`` elements behind it, which may be those of others: they are gathered, and not used."""
+    memory, begin = local.untyped_storage(), int(local.storage_offset())
+    end = (begin + size) * local.element_size()
+    if int(memory.nbytes()) < end:
+        memory.resize_(end)
+    return local.detach().as_strided((size,), (1,), begin)
 
 
 def before_reduction(group: Any, act: Callable[[Any], None]) -> None:

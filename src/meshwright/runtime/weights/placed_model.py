@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import Finding, Findings
 from meshwright.private import any_backward_hooks, raw_local, raw_locals
 from meshwright.recipe import Recipe
-from meshwright.runtime.weights.fsdp import needs_fsdp
+from meshwright.runtime.weights.fsdp import follow_memory, needs_fsdp
 from meshwright.runtime.weights.parameters import parameter_slots, removed
 
 
@@ -58,6 +58,8 @@ class PlacedModel:
     def _note_local_tensors(self) -> None:
         self._locals_then, self._trains = raw_locals(self._dtensors), [*map(_TRAINS, self._dtensors)]
         self.token = None if self._by_fsdp else object()
+        if self._by_fsdp:
+            follow_memory(self._model)
 
     def check(self) -> None:
         """Called between steps, when no unit is gathered.
@@ -71,7 +73,7 @@ class PlacedModel:
             and [*map(type, self._all_modules)] == self._classes
             and all(map(is_, self._forwards_now(), self._forwards))
         ):
-            if self.token is not None and not self._has_same_local_tensors():
+            if not self._has_same_local_tensors():
                 self._note_local_tensors()
             return
         findings = Findings("this step")
