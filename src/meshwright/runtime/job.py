@@ -31,6 +31,7 @@ from meshwright.runtime.steps import Steps
 from meshwright.runtime.weights.clip import Clipping
 from meshwright.runtime.weights.copied_views import write_through
 from meshwright.runtime.weights.coupled_updates import refuse_coupled_updates
+from meshwright.runtime.weights.draws import draw_whole
 from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.runtime.weights.partial_reads import refuse_partial_reads
 from meshwright.runtime.weights.redistribution import redistribute_by_recipe
@@ -80,6 +81,7 @@ class Job:
         # The model, and so its parameters, may outlive the job.
         refuse_partial_reads(self.module)
         write_through(self.module)
+        draw_whole(self.module)
         redistribute_by_recipe(self.module, self.recipe)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)

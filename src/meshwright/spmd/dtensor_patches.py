@@ -163,6 +163,16 @@ WRITES = tuple(
         _ATEN.renorm_.default, _ATEN.eye.m_out,
     )
 )  # fmt: skip
+DRAWS = tuple(
+    DTensorPatch(op, "each rank draws for its part alone: parts with the same numbers (runtime/weights/draws.py)", JOB)
+    for op in (
+        _ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.bernoulli_.float, _ATEN.bernoulli_.Tensor,
+        _ATEN.exponential_.default, _ATEN.log_normal_.default, _ATEN.cauchy_.default, _ATEN.geometric_.default,
+        _ATEN.random_.default, _ATEN.random_.to, getattr(_ATEN.random_, "from"), _ATEN.bernoulli.default,
+        _ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default, _ATEN.randint_like.low_dtype,
+        _ATEN.native_dropout.default,
+    )
+)  # fmt: skip
 DATA = SetterPatch(
     "torch.distributed.tensor.DTensor",
     "data",

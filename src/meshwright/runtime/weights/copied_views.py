@@ -109,9 +109,9 @@ def _write(written: list[DTensor], func: Any, args: Any, kwargs: Any) -> None:
             arguments, keywords = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
             func(*arguments, **keywords)
         for root, values in roots.values():
-            _copy(values, root)
+            copy_part(values, root)
         for view in _relatives(written):
-            _copy(view.of_root(roots[_memory(view.root)][1]), _plain(view))
+            copy_part(view.of_root(roots[_memory(view.root)][1]), _plain(view))
 
 
 def _relatives(written: list[DTensor]) -> Iterator[CopiedView]:
@@ -209,8 +209,8 @@ def _whole(t: Any) -> Any:
     return _plain(t).full_tensor() if isinstance(t, DTensor) else t
 
 
-def _copy(whole: Tensor, t: DTensor) -> None:
-    """Copies this rank's part of a whole tensor."""
+def copy_part(whole: Tensor, t: DTensor) -> None:
+    """Copies this rank's part of a whole tensor into ``t``."""
     mesh = t.device_mesh
     with torch.no_grad():
         replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -229,7 +229,7 @@ def _set_data(t: DTensor, value: Any) -> None:
             new = new.clone() if new.is_inference() else new.detach()
         else:
             new = torch.empty_like(local)
-            _copy(_whole(value).detach(), DTensor(new, description_of(t), requires_grad=False))
+            copy_part(_whole(value).detach(), DTensor(new, description_of(t), requires_grad=False))
         set_raw_local(t, new)
 
 
@@ -258,4 +258,4 @@ def _other_kind(t: DTensor, value: Any) -> Finding:
     )
 
 
-__all__ = ["write_through"]
+__all__ = ["copy_part", "write_through"]
