@@ -340,6 +340,11 @@ def description_of(t: Any) -> Any:
     return t._spec
 
 
+def set_description(t: Any, spec: Any) -> None:
+    """Changes what a DTensor knows of itself, as DTensor does for functions that write to their argument."""
+    t._spec = spec
+
+
 def raw_local(p: Any) -> Tensor:
     """This rank's local tensor of a DTensor, without a graph. ``to_local`` takes ten times as long."""
     local: Tensor = p._local_tensor
@@ -585,6 +590,7 @@ __all__ = [
     "schema_of",
     "schemas",
     "set_autograd_local",
+    "set_description",
     "set_raw_local",
     "storage_of",
     "timeout_of",

@@ -196,7 +196,17 @@ class Block(nn.Module):
         return h
 
 
+def calls_functions_behind_functions(self: Any, h: Tensor) -> Tensor:
+    """Functions of Python in torch that call ones of C with the same name and other arguments."""
+    h = torch.tanh(h + torch.tensordot(h, self.o.weight, dims=([2], [0])))
+    distances = torch.cdist(h, torch.cos(h)).mean(-1, keepdim=True)
+    spectrum = torch.stft(h.flatten(0, 1), 8, 4, window=torch.hann_window(8, dtype=h.dtype), return_complex=True)
+    norm = torch.norm(h, p=2, dim=-1, keepdim=True)  # type: ignore[no-untyped-call]
+    return torch.tanh(h + distances + spectrum.real.mean() + norm) + torch.split(h, [3, WIDTH - 3], -1)[1].mean()
+
+
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "calls functions behind functions": calls_functions_behind_functions,
     "is closed over a number": lambda self, h: closed(h),
     "has a default that changes": lambda self, h: switched(h),
     "counts in a default": lambda self, h: counted(h),
@@ -319,6 +329,7 @@ HELD = (
     "uses an attribute",
     "takes powers",
     "reads tuples without a length",
+    "calls functions behind functions",
 )
 REFUSED = {
     "reads a value": "Python reads a value",

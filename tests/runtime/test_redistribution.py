@@ -95,9 +95,64 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "diagonal": lambda w: (w.diagonal(), w.triu(), w.flip(0), w.roll(1, 0)),
     "joined": lambda w: (torch.cat([w, w]), torch.stack([w, w]), w.repeat(2, 1)),
     "products": lambda w: (torch.einsum("ij,kj->ik", w, w), torch.bmm(w[None], w.T[None]), torch.linalg.svdvals(w)),
+    "sums of norms": lambda w: (w.norm(dim=0).sum(), w.norm(p=3, dim=0).sum(0), torch.stack(torch._foreach_norm([w, w])).sum()),
+    "no dims": lambda w: (w.sum(()), w.amax(()), (w > 0).sum(())),
+    "any": lambda w: (w.isnan().any(), (w > 0.2).any(0) * 2, (w > 0.2).any(0).sum(), (w > 0.2).all(0) * 2),
+    "filled": lambda w: (w.sum(0).fill_(2.0), w.norm(dim=0).fill_(2.0), w.mean().fill_(2.0) + 1),
+    "cosine": lambda w: F.cosine_embedding_loss(w, w.cos(), w[:, 0].sign(), margin=0.1, reduction="none"),
     "lists": lambda w: (*torch._foreach_mul([w, w], 2.0), *torch._foreach_norm([w])),
     "embedding": lambda w: F.embedding(like(w, torch.tensor([0, 5, 6])), w),
 }  # fmt: skip
+
+
+# of a parameter and a tensor that is divided as it is → a number, whose gradient is taken
+PENALTIES: dict[str, Callable[[Any, Any], Any]] = {
+    "mse": F.mse_loss,
+    "mse, summed": lambda w, v: F.mse_loss(w, v, reduction="sum") + F.mse_loss(w, v, reduction="none").amax(),
+    "huber": F.huber_loss,
+    "huber of 0.1": lambda w, v: F.huber_loss(w, v, delta=0.1),
+    "smooth l1": F.smooth_l1_loss,
+    "soft margin": lambda w, v: F.soft_margin_loss(w, v.sign()),
+    "cross entropy": lambda w, v: F.binary_cross_entropy(w.sigmoid(), v.sigmoid()),
+    "weighted": lambda w, v: F.binary_cross_entropy(w.sigmoid(), v.sigmoid(), weight=v.square()),
+    "of logits": lambda w, v: F.binary_cross_entropy_with_logits(w, v.sigmoid()),
+    "divergence": lambda w, v: F.kl_div(w.log_softmax(-1), v.softmax(-1), reduction="batchmean"),
+    "l1": F.l1_loss,
+    "cosine": lambda w, v: 1 - F.cosine_similarity(w, v, dim=1).mean() + F.cosine_similarity(w, v, dim=0).sum(),
+    "norm": lambda w, v: (w - v).norm() + w.norm(dim=0).square().sum(),
+    "orthogonal": lambda w, v: (w.T @ w - v.T @ v).square().mean() + (w @ w.T).triu(1).square().sum(),
+    "nuclear": lambda w, v: torch.linalg.matrix_norm(w - v, "nuc"),
+    "groups": lambda w, v: w.norm(dim=0).sum() + w.norm(dim=1).sum() + w.square().sum(0).add(1).log().mean(),
+    "variance": lambda w, v: w.var() + w.std(0).sum() + w.logsumexp(0).sum(),
+    "largest": lambda w, v: (
+        w.abs().amax(0).mean()
+        + w.max()
+        + w.amax()
+        - w.amin()
+        + torch.linalg.vector_norm(w, torch.inf)
+        + w.topk(2, 0).values.sum()
+    ),
+    "smooth": lambda w, v: (w.cumsum(0) * v).sum(),
+    "softmax": lambda w, v: (w.softmax(0) * v).sum() + (F.normalize(w, dim=0) * v).sum(),
+}
+
+
+def wrong_penalties(named: dict[str, Any]) -> dict[str, str]:
+    """Penalties of parameters whose value or gradient is not that of the whole tensors."""
+    found = {}
+    for name in ("qkv.weight", "out.weight"):
+        for label, penalty in PENALTIES.items():
+            w, v = named[name].detach().requires_grad_(), named[name].detach().cos()
+            one, other = w.full_tensor().detach().requires_grad_(), v.full_tensor()
+            try:
+                value, expected = penalty(w, v), penalty(one, other)
+                value.backward()
+                expected.backward()
+                torch.testing.assert_close(whole(value), expected, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(w.grad.full_tensor(), one.grad, rtol=1e-9, atol=1e-12)
+            except Exception as error:
+                found[f"{label} of {name}"] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def whole(value: Any) -> Any:
@@ -119,7 +174,7 @@ def wrong(mesh: str, heads: int) -> dict[str, str]:
     for recipe, full in job.full_parameters():
         if full is not None and not torch.equal(state[recipe.name], full):
             found[recipe.name] = "get_model_state_dict"
-    return found | wrong_functions(named)
+    return found | wrong_functions(named) | wrong_penalties(named)
 
 
 def wrong_functions(named: dict[str, Any]) -> dict[str, str]:
@@ -154,7 +209,8 @@ class Odd(nn.Module):
 def wrong_of_odd(mesh: str) -> dict[str, str]:
     batch = (torch.ones(4, 7, dtype=torch.float64),)
     job = mw.parallelize(Odd, mesh, batch=batch, loss=lambda out: out, dtype=torch.float64)
-    return wrong_functions(dict(job.named_parameters()))
+    named = dict(job.named_parameters())
+    return wrong_functions(named) | wrong_penalties(named)
 
 
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -132,7 +134,7 @@ class LocalProgram:
         at = {number: graph.placeholder(next(names)) for number, _ in self.inputs}
         for node in self.nodes:
             args, kwargs = pytree.tree_map_only(Value, lambda v: at[v.number], (node.args, node.kwargs))
-            called = graph.call_function(node.target, args, kwargs)
+            called = graph.call_function(_findable(node.target), args, kwargs)
             called.meta["node"] = node
             if not node.several:
                 if node.results and node.results[0] is not None:
@@ -147,6 +149,24 @@ class LocalProgram:
     def text(self) -> str:
         """The program as code: each line with the collective's axis and bytes, and the model's source line."""
         return "\n".join(_lines(self))
+
+
+@functools.cache
+def _findable(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch under a name by which a graph's code finds it.
+
+    ``torch.tensordot`` is a function of Python that calls one of C of this name, with other arguments. The code would have
+    the first for both.
+    """
+    name = getattr(target, "__name__", "")
+    if not isinstance(target, BuiltinFunctionType) or not isinstance(getattr(torch, name, None), FunctionType):
+        return target
+
+    def of_c(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    of_c.__name__ = name
+    return of_c
 
 
 def compiled(graph: Graph) -> Function:

@@ -35,6 +35,7 @@ from meshwright.runtime.weights.draws import draw_whole
 from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.runtime.weights.partial_reads import refuse_partial_reads
 from meshwright.runtime.weights.redistribution import redistribute_by_recipe
+from meshwright.runtime.weights.reductions import reduce_whole
 from meshwright.spmd.comm import Ledger
 from meshwright.watch.timer import CommunicationTimer
 
@@ -82,6 +83,7 @@ class Job:
         refuse_partial_reads(self.module)
         write_through(self.module)
         draw_whole(self.module)
+        reduce_whole(self.module)
         redistribute_by_recipe(self.module, self.recipe)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)

@@ -173,6 +173,31 @@ DRAWS = tuple(
         _ATEN.native_dropout.default,
     )
 )  # fmt: skip
+LOSSES = tuple(
+    DTensorPatch(op, "torch divides by the elements of each rank's part (runtime/weights/reductions.py)", JOB)
+    for op in (
+        _ATEN.mse_loss.default, _ATEN.mse_loss_backward.default, _ATEN.huber_loss.default,
+        _ATEN.huber_loss_backward.default, _ATEN.smooth_l1_loss.default, _ATEN.smooth_l1_loss_backward.default,
+        _ATEN.soft_margin_loss.default, _ATEN.soft_margin_loss_backward.default, _ATEN.binary_cross_entropy.default,
+        _ATEN.binary_cross_entropy_backward.default, _ATEN.binary_cross_entropy_with_logits.default,
+    )
+)  # fmt: skip
+SUMS = tuple(
+    DTensorPatch(op, "torch adds parts of norms as if they were sums (runtime/weights/reductions.py)", JOB)
+    for op in (_ATEN.sum.default, _ATEN.sum.dim_IntList)
+)
+EXTREMES = tuple(
+    DTensorPatch(op, "what torch computes from their parts is wrong (runtime/weights/reductions.py)", JOB)
+    for op in (
+        _ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.amax.default, _ATEN.amin.default,
+        _ATEN.linalg_vector_norm.default,
+    )
+)  # fmt: skip
+FILLS = (
+    DTensorPatch(
+        _ATEN.fill_.Scalar, "torch fills each summand of a sum over parts (runtime/weights/reductions.py)", JOB
+    ),
+)
 DATA = SetterPatch(
     "torch.distributed.tensor.DTensor",
     "data",
