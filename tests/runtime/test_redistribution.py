@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import meshwright as mw
@@ -119,7 +120,7 @@ PENALTIES: dict[str, Callable[[Any, Any], Any]] = {
     "divergence": lambda w, v: F.kl_div(w.log_softmax(-1), v.softmax(-1), reduction="batchmean"),
     "l1": F.l1_loss,
     "cosine": lambda w, v: 1 - F.cosine_similarity(w, v, dim=1).mean() + F.cosine_similarity(w, v, dim=0).sum(),
-    "norm": lambda w, v: (w - v).norm() + w.norm(dim=0).square().sum(),
+    "norm": lambda w, v: (w - v).norm().square() + w.norm(dim=0).square().sum(),
     "orthogonal": lambda w, v: (w.T @ w - v.T @ v).square().mean() + (w @ w.T).triu(1).square().sum(),
     "nuclear": lambda w, v: torch.linalg.matrix_norm(w - v, "nuc"),
     "groups": lambda w, v: w.norm(dim=0).sum() + w.norm(dim=1).sum() + w.square().sum(0).add(1).log().mean(),
@@ -385,3 +386,32 @@ def of_other_types(mesh: str) -> list[str]:
 @pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp_shard=2,tp=2", 4)])
 def test_other_types_and_empty_tensors(fresh: LocalWorkers, mesh: str, ranks: int) -> None:
     assert fresh.run(of_other_types, mesh, ranks=ranks) == [["60000.0", "(36, 0)", "(0, 12)"]] * ranks
+
+
+def reduced_without_a_job() -> dict[str, bool]:
+    """Whether torch itself is right."""
+    whole_one = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    mesh = init_device_mesh("cpu", (2,))
+    w: Any = distribute_tensor(whole_one.detach(), mesh, [Shard(0)]).requires_grad_()
+
+    def gradient(function: Callable[[Any], Any]) -> bool:
+        (of_one,) = torch.autograd.grad(function(whole_one), whole_one)
+        (of_w,) = torch.autograd.grad(function(w), w)
+        return torch.equal(of_w.full_tensor(), of_one)
+
+    def value(function: Callable[[Any], Any]) -> bool:
+        return torch.equal(function(w.detach()).full_tensor(), function(whole_one.detach()))
+
+    return {
+        "loss": gradient(lambda t: F.mse_loss(t, t.detach() * 2)),
+        "extreme": gradient(lambda t: t.amax()),
+        "norms": value(lambda t: t.norm(dim=0).sum()),
+        "any": value(lambda t: (t > 0).any(0) * 2),
+        "filled": value(lambda t: t.sum(0).fill_(2.0)),
+    }
+
+
+def test_torch_itself_reduces_parts(fresh: LocalWorkers) -> None:
+    """If torch changes this, parts of ``reductions`` may go."""
+    for right in fresh.run(reduced_without_a_job, ranks=2):
+        assert not any(right.values()), right

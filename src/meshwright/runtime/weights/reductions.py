@@ -35,7 +35,7 @@ def reduce_whole(model: nn.Module) -> None:
         handlers: Mapping[Callable[[DTensorPatch], Handler], tuple[DTensorPatch, ...]] = {
             _loss: dtensor_patches.LOSSES,
             _sum: dtensor_patches.SUMS,
-            _extreme: dtensor_patches.EXTREMES,
+            _any: dtensor_patches.ANYS,
             _fill: dtensor_patches.FILLS,
         }
         lasting(model, [patch.on(make(patch)) for make, patches in handlers.items() for patch in patches])
@@ -69,8 +69,14 @@ def _sum(patch: DTensorPatch) -> Handler:
     return handler
 
 
-def _extreme(patch: DTensorPatch) -> Handler:
-    return lambda op, args, kwargs: _whole(patch.plain(args, kwargs))
+def _any(patch: DTensorPatch) -> Handler:
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = patch.plain(args, kwargs)
+        placements = [Partial("max") if p.is_partial() else p for p in found.placements]
+        set_description(found, placements_replaced(description_of(found), placements))
+        return found
+
+    return handler
 
 
 def _fill(patch: DTensorPatch) -> Handler:
