@@ -80,7 +80,13 @@ def drawn(mesh: str, seeded: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ranks"), [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4), ("dp_replicate=2,dp_shard=2", 4)]
+    ("mesh", "ranks"),
+    [
+        ("dp_shard=2", 2),
+        ("tp=2", 2),
+        ("dp_shard=2,tp=2", 4),
+        pytest.param("dp_replicate=2,dp_shard=2", 4, marks=pytest.mark.proof),
+    ],
 )
 @pytest.mark.parametrize("seeded", [True, False])
 def test_numbers_are_those_of_one_device_and_the_same_on_all_ranks(

@@ -175,7 +175,7 @@ def wrong(mesh: str, heads: int) -> dict[str, str]:
     for recipe, full in job.full_parameters():
         if full is not None and not torch.equal(state[recipe.name], full):
             found[recipe.name] = "get_model_state_dict"
-    return found | wrong_functions(named) | wrong_penalties(named)
+    return found | wrong_functions(named)
 
 
 def wrong_functions(named: dict[str, Any]) -> dict[str, str]:
@@ -211,7 +211,31 @@ def wrong_of_odd(mesh: str) -> dict[str, str]:
     batch = (torch.ones(4, 7, dtype=torch.float64),)
     job = mw.parallelize(Odd, mesh, batch=batch, loss=lambda out: out, dtype=torch.float64)
     named = dict(job.named_parameters())
-    return wrong_functions(named) | wrong_penalties(named)
+    return wrong_functions(named)
+
+
+def wrong_penalties_of(mesh: str, fused: bool) -> dict[str, str]:
+    batch = (torch.ones(4, 7, dtype=torch.float64),)
+    job = (
+        job_of(mesh, 3) if fused else mw.parallelize(Odd, mesh, batch=batch, loss=lambda out: out, dtype=torch.float64)
+    )
+    return wrong_penalties(dict(job.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fused", "ranks"),
+    [
+        ("dp_shard=2", False, 2),
+        ("tp=2", False, 2),
+        ("tp=2", True, 2),
+        pytest.param("dp_shard=2,tp=2", True, 4, marks=pytest.mark.proof),
+        pytest.param("dp_replicate=2,dp_shard=2", False, 4, marks=pytest.mark.proof),
+    ],
+)
+def test_gradients_of_penalties_are_those_of_the_whole_tensor(
+    fresh: LocalWorkers, mesh: str, fused: bool, ranks: int
+) -> None:
+    assert fresh.run(wrong_penalties_of, mesh, fused, ranks=ranks) == [{}] * ranks
 
 
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp_shard=2", 2), ("tp=2", 2), ("dp_shard=2,tp=2", 4)])

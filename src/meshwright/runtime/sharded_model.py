@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.recipe import ParameterRecipe, Recipe
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.gather import full_buffers, full_tensors
+from meshwright.runtime.weights.parameters import own_gradient
 
 
 class ShardedModel:
@@ -57,7 +58,7 @@ class ShardedModel:
 
     def full_gradients(self) -> Iterator[tuple[ParameterRecipe, Tensor | None]]:
         """Each parameter's gradient in turn; None if there is none."""
-        return full_tensors(self.module, self.recipe, self.groups, lambda p: p.grad)
+        return full_tensors(self.module, self.recipe, self.groups, own_gradient)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer; empty on other ranks."""

@@ -93,11 +93,17 @@ class SetterPatch(_Counted):
         self._name = name
         TABLE.append(PatchEntry(f"{owner}.{name} (its setter)", why, until))
 
-    def on(self, owner: type, setter: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
+    def on(
+        self, owner: type, setter: Callable[[Any, Any], None], values: type = object
+    ) -> AbstractContextManager[None]:
         """While on, ``t.name = value`` calls ``setter(t, value)``, if no function mode answers. All blocks that run at the same
-        time give the same setter."""
+        time give the same setter.
+
+        Args:
+            values: the type of the values that it is called for; others go to torch's own.
+        """
         of_tensor = getattr(torch.Tensor, self._name)
-        attribute = property(of_tensor.__get__, _Setter(of_tensor.__set__, setter))
+        attribute = property(of_tensor.__get__, _Setter(of_tensor.__set__, setter, values))
         return self._within(lambda: setattr(owner, self._name, attribute), lambda: delattr(owner, self._name))
 
 
@@ -106,12 +112,14 @@ class _Setter:
 
     __name__ = "__set__"
 
-    def __init__(self, torch_s: Any, setter: Callable[[Any, Any], None]) -> None:
-        self._torch_s, self._setter = torch_s, setter
+    def __init__(self, torch_s: Any, setter: Callable[[Any, Any], None], values: type) -> None:
+        self._torch_s, self._setter, self._values = torch_s, setter, values
         self.__self__ = torch_s.__self__  # by which a function mode knows whose setter it is
 
     def __call__(self, t: Any, value: Any) -> None:
-        if has_torch_function((t,)):
+        if not isinstance(value, self._values):
+            self._torch_s(t, value)
+        elif has_torch_function((t,)):
             handle_torch_function(self, (t,), t, value)
         else:
             self._setter(t, value)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.private import norms_of, scale_all
 from meshwright.recipe import Recipe
 from meshwright.runtime.groups import Groups
-from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor
+from meshwright.runtime.weights.parameters import CurrentParameters, local_tensor, own_gradient
 from meshwright.runtime.weights.partial_gradients import refused
 from meshwright.watch.timer import CommunicationTimer
 
@@ -61,7 +61,7 @@ class Clipping:
         """dtype → [(local gradient, number of ranks with the same part)]. Complex gradients are viewed as pairs of reals."""
         parts: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
         for name, copies in self._copies.items():
-            grad = self._current[name].grad
+            grad = own_gradient(self._current[name])
             part = None if grad is None else local_tensor(grad)
             if part is not None and part.numel():
                 part = torch.view_as_real(part) if part.is_complex() else part

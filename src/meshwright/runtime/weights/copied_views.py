@@ -41,7 +41,10 @@ def write_through(model: nn.Module) -> None:
         return
     views = (view.on(_viewing(view)) for view in dtensor_patches.VIEWS)
     writes = (write.on(_writing(write)) for write in dtensor_patches.WRITES)
-    data = dtensor_patches.DATA.on(DTensor, _set_data), dtensor_patches.DATA_OF_PLAIN.on(nn.Parameter, _set_plain_data)
+    data = (
+        dtensor_patches.DATA.on(DTensor, _set_data),
+        dtensor_patches.DATA_OF_PLAIN.on(nn.Parameter, _set_plain_data, DTensor),
+    )
     lasting(model, [*views, *writes, *data])
 
 
@@ -127,7 +130,7 @@ def _writing(patch: dtensor_patches.DTensorPatch) -> Handler:
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written(op, args, kwargs)
-        if not written or not any(is_sharded(p) for t in written for p in t.placements):
+        if not written or any(p.is_partial() for t in written for p in t.placements):
             return patch.plain(args, kwargs)
         _write(written, op, args, kwargs)
         return written[0]
@@ -233,9 +236,9 @@ def _set_data(t: DTensor, value: Any) -> None:
         set_raw_local(t, new)
 
 
-def _set_plain_data(p: nn.Parameter, value: Any) -> None:
+def _set_plain_data(p: nn.Parameter, value: DTensor) -> None:
     """For a parameter that no axis divides, which is no DTensor."""
-    Tensor.data.__set__(p, _whole(value))  # type: ignore[attr-defined]
+    p.data = _whole(value)
 
 
 def _has_form_of(t: DTensor, value: Tensor) -> bool:

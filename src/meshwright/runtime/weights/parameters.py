@@ -216,6 +216,17 @@ def dtensor_like(p: DTensor, local: Tensor) -> DTensor:
     )
 
 
+def own_gradient(p: Tensor) -> Tensor | None:
+    """The gradient of a parameter, divided as the parameter is. Collective, if it was not.
+
+    A backward of DTensors outside of a step (of a penalty, say) may leave it whole, or a summand of it on each rank.
+    """
+    grad = p.grad
+    if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+        grad = p.grad = dtensor_like(p, grad.redistribute(placements=p.placements).to_local())
+    return grad
+
+
 def local_tensor(p: Tensor) -> Tensor:
     """The local tensor of a parameter or gradient."""
     return p.to_local() if isinstance(p, DTensor) else p

@@ -22,7 +22,7 @@ from meshwright.errors import Finding, Findings
 from meshwright.private import any_backward_hooks, raw_local, raw_locals
 from meshwright.recipe import Recipe
 from meshwright.runtime.weights.fsdp import follow_memory, needs_fsdp
-from meshwright.runtime.weights.parameters import parameter_slots, removed
+from meshwright.runtime.weights.parameters import own_gradient, parameter_slots, removed
 
 
 class PlacedModel:
@@ -62,7 +62,7 @@ class PlacedModel:
             follow_memory(self._model)
 
     def check(self) -> None:
-        """Called between steps, when no unit is gathered.
+        """Called between steps, when no unit is gathered. Divides gradients of a person's own as the parameters are.
 
         Raises:
             PlanError: with every parameter that was replaced or removed, and every module whose class or forward was changed.
@@ -75,6 +75,9 @@ class PlacedModel:
         ):
             if not self._has_same_local_tensors():
                 self._note_local_tensors()
+            for parameter in self._dtensors:
+                if parameter.grad is not None:
+                    own_gradient(parameter)
             return
         findings = Findings("this step")
         for name, module, key, p in parameter_slots(self._model):
