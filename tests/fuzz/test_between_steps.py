@@ -48,9 +48,7 @@ def of_one_device(seed: int) -> dict[str, Any] | None:
 def of_job(seed: int, mesh: str) -> dict[str, Any] | str:
     """What a script leaves on this rank; or why it was refused."""
     torch.manual_seed(seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        state = Net().double().state_dict()
+    state = Net().double().state_dict()
 
     def build() -> Net:
         model = Net().double()

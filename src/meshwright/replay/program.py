@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 import weakref
@@ -151,7 +150,6 @@ class LocalProgram:
         return "\n".join(_lines(self))
 
 
-@functools.cache
 def _findable(target: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch under a name by which a graph's code finds it.
 

@@ -32,6 +32,7 @@ from meshwright.runtime.weights.clip import Clipping
 from meshwright.runtime.weights.copied_views import write_through
 from meshwright.runtime.weights.coupled_updates import refuse_coupled_updates
 from meshwright.runtime.weights.draws import draw_whole
+from meshwright.runtime.weights.fsdp import holds_dtensors
 from meshwright.runtime.weights.partial_gradients import scaled_together
 from meshwright.runtime.weights.partial_reads import refuse_partial_reads
 from meshwright.runtime.weights.redistribution import redistribute_by_recipe
@@ -81,9 +82,10 @@ class Job:
         self._start_notes = tuple(notes)
         # The model, and so its parameters, may outlive the job.
         refuse_partial_reads(self.module)
-        write_through(self.module)
-        draw_whole(self.module)
-        reduce_whole(self.module)
+        if holds_dtensors(self.recipe):
+            write_through(self.module)
+            draw_whole(self.module)
+            reduce_whole(self.module)
         redistribute_by_recipe(self.module, self.recipe)
         if self.recipe.in_parts:
             scaled_together(self._sharded_model, ShardedModel.parameters, self.groups.device)

@@ -78,13 +78,15 @@ class Runner:
         return self.executor.traffic.waiting
 
     def at_rest(self) -> None:
-        """Reshards parameters that a forward without backward has left gathered, and notes what was changed on modules.
+        """Reshards parameters that a forward without backward has left gathered, notes what was changed on modules, and divides
+        gradients as the parameters are.
 
         Raises:
             PlanError: modules have other parameters than those of the job.
         """
         self.sharded_model.reshard()
         self._placed.check()
+        self._placed.divide_gradients()
         self.switches.look()
 
     # --- forwards and backwards ---------------------------------------------------------------------------------------

@@ -32,20 +32,18 @@ from meshwright.spmd.patches import lasting
 View = Callable[[Any], Any]
 
 
-def write_through(model: nn.Module) -> None:
-    """Makes such writes reach the tensor, as long as ``model`` lives, which this does not keep alive. They are collective.
+def write_through(owner: object) -> None:
+    """Makes such writes reach the tensor, as long as ``owner`` lives, which this does not keep alive. They are collective.
 
     Functions that write to positions (``w[mask] = 0``) and that DTensor lacks, or has without plain tensors, are there as well.
     """
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return
     views = (view.on(_viewing(view)) for view in dtensor_patches.VIEWS)
     writes = (write.on(_writing(write)) for write in dtensor_patches.WRITES)
     data = (
         dtensor_patches.DATA.on(DTensor, _set_data),
         dtensor_patches.DATA_OF_PLAIN.on(nn.Parameter, _set_plain_data, DTensor),
     )
-    lasting(model, [*views, *writes, *data])
+    lasting(owner, [*views, *writes, *data])
 
 
 class CopiedView(DTensor):

@@ -13,35 +13,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.private import description_of, pytree, raw_local, schema_of
+from meshwright.private import pytree, raw_local, schema_of
 from meshwright.runtime.weights.copied_views import copy_part
+from meshwright.runtime.weights.parameters import dtensor_like
 from meshwright.spmd import dtensor_patches
 from meshwright.spmd.patches import lasting
 
 
-def draw_whole(model: nn.Module) -> None:
-    """Makes every rank draw the numbers of the whole tensor, from its generator, and take its part, as long as ``model`` lives,
-    which this does not keep alive. Ranks that differ in data take those of the first: a draw is collective.
+def draw_whole(owner: object) -> None:
+    """Makes every rank draw the numbers of the whole tensor, from its generator, and take its part, as long as ``owner`` lives,
+    which this does not keep alive. Data ranks take the numbers of the first one: a draw is collective.
     """
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        lasting(model, [draw.on(_draw) for draw in dtensor_patches.DRAWS])
+    lasting(owner, [draw.on(_draw) for draw in dtensor_patches.DRAWS])
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of a random function of ATen, whose first argument is a DTensor."""
     target, *others = args
-    in_place = bool(schema_of(op).arguments[0].alias_info)
     whole = target.full_tensor() if op in _OF_VALUES else _like(target)
     others, kwargs = pytree.tree_map_only(DTensor, DTensor.full_tensor, (others, kwargs))
-    drawn = op(whole, *others, **kwargs)
-    results = [_divided(_of_first(result, target), target) for result in pytree.tree_leaves(drawn)]
-    if in_place:
-        with torch.no_grad():
-            raw_local(target).copy_(raw_local(results[0]))
+    drawn = [_of_first(result, target) for result in pytree.tree_leaves(op(whole, *others, **kwargs))]
+    if schema_of(op).arguments[0].alias_info:  # it draws in place
+        copy_part(drawn[0], target)
         return target
+    results = [_divided(result, target) for result in drawn]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -54,7 +52,7 @@ def _like(t: DTensor) -> Tensor:
 
 
 def _of_first(whole: Tensor, target: DTensor) -> Tensor:
-    """What the first rank has drawn of those whose generators differ, on all of them."""
+    """Gives ranks the numbers of the first rank of each axis whose ranks have different generators: of the data axes."""
     mesh = target.device_mesh
     for axis in mesh.mesh_dim_names or ():
         if axis != "tp" and mesh[axis].size() > 1:
@@ -64,11 +62,7 @@ def _of_first(whole: Tensor, target: DTensor) -> Tensor:
 
 def _divided(whole: Tensor, target: DTensor) -> DTensor:
     """A whole tensor, divided as ``target`` is."""
-    part = DTensor(
-        raw_local(target).new_empty(raw_local(target).shape, dtype=whole.dtype),
-        description_of(target),
-        requires_grad=False,
-    )
+    part = dtensor_like(target, torch.empty_like(raw_local(target), dtype=whole.dtype))
     copy_part(whole, part)
     return part
 

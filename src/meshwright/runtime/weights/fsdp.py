@@ -200,7 +200,8 @@ def follow_memory(model: nn.Module) -> None:
 
 
 def _padded(local: Tensor, size: int) -> Tensor:
-    """A contiguous tensor with ``size`` elements behind it, which may be those of others: they are gathered, and not used."""
+    """``size`` elements of memory, of which a contiguous tensor is the first ones. The others are padding: FSDP2 gathers them
+    and does not use them, so they may belong to another tensor."""
     memory, begin = local.untyped_storage(), int(local.storage_offset())
     end = (begin + size) * local.element_size()
     if int(memory.nbytes()) < end:

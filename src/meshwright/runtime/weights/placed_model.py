@@ -62,7 +62,7 @@ class PlacedModel:
             follow_memory(self._model)
 
     def check(self) -> None:
-        """Called between steps, when no unit is gathered. Divides gradients of a person's own as the parameters are.
+        """Called between steps, when no unit is gathered.
 
         Raises:
             PlanError: with every parameter that was replaced or removed, and every module whose class or forward was changed.
@@ -75,9 +75,6 @@ class PlacedModel:
         ):
             if not self._has_same_local_tensors():
                 self._note_local_tensors()
-            for parameter in self._dtensors:
-                if parameter.grad is not None:
-                    own_gradient(parameter)
             return
         findings = Findings("this step")
         for name, module, key, p in parameter_slots(self._model):
@@ -96,6 +93,13 @@ class PlacedModel:
                 findings.extend([_of_another_forward(name)])
         findings.raise_if_any()
         self._note()
+
+    def divide_gradients(self) -> None:
+        """Divides gradients that a person's own backward has left otherwise as the parameters are. Collective, if there are
+        any."""
+        for p in self._dtensors:
+            if p.grad is not None:
+                own_gradient(p)
 
     def _forwards_now(self) -> list[object]:
         """The ``forward`` attribute of each module itself, which hides the class's; only for a model in parts."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.private import description_of, placements_replaced, raw_local, schema_of, set_description
@@ -29,16 +28,15 @@ from meshwright.spmd.patches import lasting
 _NONE, _MEAN, _SUM = range(3)  # ATen's numbers of reductions
 
 
-def reduce_whole(model: nn.Module) -> None:
-    """Makes such functions those of the whole tensor, as long as ``model`` lives, which this does not keep alive."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        handlers: Mapping[Callable[[DTensorPatch], Handler], tuple[DTensorPatch, ...]] = {
-            _loss: dtensor_patches.LOSSES,
-            _sum: dtensor_patches.SUMS,
-            _any: dtensor_patches.ANYS,
-            _fill: dtensor_patches.FILLS,
-        }
-        lasting(model, [patch.on(make(patch)) for make, patches in handlers.items() for patch in patches])
+def reduce_whole(owner: object) -> None:
+    """Makes such functions those of the whole tensor, as long as ``owner`` lives, which this does not keep alive."""
+    handlers: Mapping[Callable[[DTensorPatch], Handler], tuple[DTensorPatch, ...]] = {
+        _loss: dtensor_patches.LOSSES,
+        _sum: dtensor_patches.SUMS,
+        _any: dtensor_patches.ANYS,
+        _fill: dtensor_patches.FILLS,
+    }
+    lasting(owner, [patch.on(make(patch)) for make, patches in handlers.items() for patch in patches])
 
 
 def _loss(patch: DTensorPatch) -> Handler:
