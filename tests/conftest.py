@@ -50,6 +50,14 @@ def workers(request: pytest.FixtureRequest) -> Iterator[LocalWorkers]:
         yield pool
 
 
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[LocalWorkers]:
+    """Workers for jobs that change what DTensors do, and that no job of other tests is to live beside: a test's jobs end with
+    it."""
+    with local_workers(4, start_method="fork") as pool:
+        yield pool
+
+
 @pytest.fixture
 def pooled(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands use the workers of the session."""

@@ -261,3 +261,55 @@ def test_no_rank_holds_more_than_its_share_and_one_tensor(load, tmp_path, worker
         assert share > 12 * largest
         # A load allocates the state that it reads; one chunk passes through a buffer or two, in a file and in a tensor.
         assert most < (share * 2 // 3 if load else 0) + 4 * largest
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def one_after_the_other(optimizer):
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.25, total_iters=1)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, falling(optimizer)], milestones=[1])
+
+
+def optimizer_of(named, rate):
+    """A group for each parameter."""
+    groups = [{"params": [(n, p)], "lr": rate(n), "weight_decay": 0.1 * (p.dim() > 1)} for n, p in named]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def rates(optimizer):
+    return {group["param_names"][0]: group["lr"] for group in optimizer.param_groups}
+
+
+def scheduled(schedule, plan, folder, load):
+    """By name, the learning rate of a parameter in a group of its own after three steps of a scheduler, between the first and
+    the second of which it is saved and loaded. The last rates that the scheduler names."""
+    job, *_ = start(plan)
+    named = [*job.named_parameters()][:: -1 if load else 1]
+    optimizer = optimizer_of(named, lambda name: 9.0 if load else float(len(name)))
+    scheduler = schedule(optimizer)
+    optimizer.step()
+    if not load:
+        scheduler.step()
+        job.save(folder, optimizer, step=1, scheduler=scheduler)
+    else:
+        job.load(folder, optimizer, scheduler=scheduler)
+    scheduler.step()
+    scheduler.step()
+    return rates(optimizer), scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("schedule", [falling, one_after_the_other])
+@pytest.mark.parametrize(("before", "after"), [("pp2", "tp2"), ("tp2", "pp2"), ("pp2", "pp2")])
+def test_each_parameter_may_have_a_rate_of_its_own_over_stages_too(schedule, before, after, tmp_path, workers):
+    one = optimizer_of(
+        [(n, p) for n, p in Tied().named_parameters() if n != "head.weight"], lambda name: float(len(name))
+    )
+    scheduler = schedule(one)
+    one.step()
+    for _ in range(3):
+        scheduler.step()
+    for plan, load in ((before, False), (after, True)):
+        for found, last in workers.run(scheduled, schedule, LAYOUTS[plan], str(tmp_path), load, ranks=2):
+            assert found == {name: pytest.approx(rates(one)[name]) for name in found} and last == [*found.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,12 @@ import torch
 from test_redistribution import BATCH, job_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshwright as mw
 from meshwright.private import dtensor_handlers
 from meshwright.runtime.weights.copied_views import CopiedView
 from meshwright.workers.pool import LocalWorkers
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[LocalWorkers]:
-    """Workers in which no job of other tests is alive."""
-    with mw.local_workers(4) as pool:
-        yield pool
 
 
 def assigned(w: Any, where: Any, value: Any) -> None:
@@ -42,6 +35,13 @@ def kept(w: Any) -> None:
     w[-7:].copy_(first * 3)
     first[3].zero_()
     w[0].copy_(second[1])
+
+
+def on_all_ranks(w: Any) -> Any:
+    """A copy that all ranks have whole."""
+    return (
+        w.redistribute(placements=[Replicate()] * w.device_mesh.ndim).clone() if isinstance(w, DTensor) else w.clone()
+    )
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -77,6 +77,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "eye_": lambda w: nn.init.eye_(w),
     "out": lambda w: torch.mul(w[0], 2, out=w[1]),
     "lists": lambda w: torch._foreach_mul_([w[0], w[2:4]], 0.5),
+    "whole, by a mask": lambda w: w.copy_(on_all_ranks(w).masked_fill_(w > 0, torch.tensor(0.5, dtype=w.dtype))),
+    "whole, by a product": lambda w: w.mul_(on_all_ranks(w).sum(1).addmv_(w, w[0]).cos()[:, None]),
     "overlapping": overlapping,
     "kept": kept,
     "data = its product": lambda w: setattr(w, "data", w.data * 0.9),

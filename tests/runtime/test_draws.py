@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshwright as mw
 from meshwright.workers.pool import LocalWorkers
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[LocalWorkers]:
-    """Workers in which no job of other tests is alive."""
-    with mw.local_workers(4) as pool:
-        yield pool
 
 
 def with_generator(w: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import meshwright as mw
 from meshwright.private import dtensor_handlers
 from meshwright.workers.pool import LocalWorkers
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[LocalWorkers]:
-    """Workers in which no job of other tests is alive: reads are refused as long as any job lives."""
-    with mw.local_workers(2) as pool:
-        yield pool
-
 
 READS = {
     "item": lambda p: p.grad.norm().item(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,6 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.spmd import dtensor_patches
 from meshwright.workers.pool import LocalWorkers
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[LocalWorkers]:
-    """Workers in which no job of other tests is alive, whose parameters would have these sizes, too."""
-    with mw.local_workers(4) as pool:
-        yield pool
 
 
 class Attention(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.param_groups import named_group
 from meshwright.checkpoint.pieces import LocalPiece
 from meshwright.described import dense
 from meshwright.errors import Findings
@@ -155,6 +156,12 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
+def scheduled_optimizer(scheduler: Any, optimizers: Optimizers) -> int | None:
+    """The number of the optimizer whose learning rates a scheduler sets; None if it is none of these."""
+    of = getattr(scheduler, "optimizer", None)
+    return next((i for i, optimizer in enumerate(as_optimizers(optimizers)) if optimizer is of), None)
+
+
 @dataclass(frozen=True)
 class OptimizerContents:
     """The contents of an optimizer on this rank.
@@ -195,10 +202,7 @@ def of_optimizer(optimizer: Optimizer, contents: Contents, findings: Findings) -
                     fix="save without the optimizer: job.save(folder, step=step)",
                 )
     groups = [
-        {
-            **{k: v for k, v in group.items() if k != "params"},
-            "names": [by_id[id(p)].name for p in group["params"] if id(p) in by_id],
-        }
+        named_group(group, [by_id[id(p)].name for p in group["params"] if id(p) in by_id])
         for group in optimizer.param_groups
     ]
     unknown = sum(p.numel() > 0 and id(p) not in by_id for g in optimizer.param_groups for p in g["params"])

@@ -24,6 +24,7 @@ from meshwright.checkpoint.contents import (
     of_job,
     of_module,
     of_optimizer,
+    scheduled_optimizer,
 )
 from meshwright.checkpoint.load import LoadResult, StoredCheckpoint, compare, model_pieces, optimizer_state, restore
 from meshwright.checkpoint.pieces import LocalPiece
@@ -121,7 +122,8 @@ def save(
         }
         findings = Findings("this checkpoint")
         _check_numbers(step, keep, findings)
-        snapshot = _snapshot(owner, optimizers, {**run, "extra": extra}, findings)
+        scheduled = scheduled_optimizer(scheduler, optimizers)
+        snapshot = _snapshot(owner, optimizers, {**run, "extra": extra}, scheduled, findings)
         return snapshot if staging is None else snapshot.staged(staging)
 
     failed = Finding(str(folder), "it was not saved", "state_dict() and get_extra_state() without an error, and memory")
@@ -144,11 +146,14 @@ def _check_numbers(step: Any, keep: int | None, findings: Findings) -> None:
         )
 
 
-def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], findings: Findings) -> Snapshot:
+def _snapshot(
+    owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], scheduled: int | None, findings: Findings
+) -> Snapshot:
     """Everything that this rank saves.
 
     Args:
         run: name → other values to save: scheduler, data, extra.
+        scheduled: the number of the scheduler's optimizer.
         findings: the problems that are known already.
 
     Raises:
@@ -170,7 +175,7 @@ def _snapshot(owner: Owner, optimizers: Optimizers, run: Mapping[str, Any], find
     ]
     pieces = [*contents.pieces(), *states, *random]
     texts = files(owner.module, owner.recipe)
-    return Snapshot(pieces, optimizer_contents, copies, texts, {**time_and_versions(), **owner.layout()})
+    return Snapshot(pieces, optimizer_contents, copies, scheduled, texts, {**time_and_versions(), **owner.layout()})
 
 
 def load(
@@ -229,7 +234,9 @@ def _load_plan(
     if findings:
         raise CheckpointError(findings, findings.subject)
     states = [optimizer_state(stored, i, optimizer, contents, findings) for i, optimizer in enumerate(current)]
-    restores = [restore("scheduler", scheduler, stored, findings), restore("data", data, stored, findings)]
+    scheduled = scheduled_optimizer(scheduler, current)
+    of_groups = None if scheduled is None else states[scheduled].schedule
+    restores = [restore("scheduler", scheduler, stored, findings, of_groups), restore("data", data, stored, findings)]
     if findings:
         raise CheckpointError(findings, findings.subject)
     pieces, names, of_model = model_pieces(stored, contents)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.contents import Contents, LocalParameter
 from meshwright.checkpoint.folder import Manifest, before, find, read_manifest
 from meshwright.checkpoint.folder import verify as check
+from meshwright.checkpoint.param_groups import same_settings, schedule_for, settings_of
 from meshwright.checkpoint.pieces import LocalPiece, PieceLoader
 from meshwright.checkpoint.rank_agreement import RankAgreement, without_warning
 from meshwright.checkpoint.save import RUN, loaded
@@ -237,6 +238,8 @@ class OptimizerState:
         names: name of a piece → its name in the checkpoint.
         state: index of a parameter in the optimizer → its state.
         groups: in the form that ``load_state_dict`` takes.
+        saved: the number of groups in the checkpoint.
+        sources: for each group, the index of that which it was there.
     """
 
     optimizer: Optimizer
@@ -244,10 +247,16 @@ class OptimizerState:
     names: Mapping[str, str]
     state: Mapping[int, dict[str, Any]]
     groups: tuple[dict[str, Any], ...]
+    saved: int
+    sources: tuple[int, ...]
 
     def hand_over(self) -> None:
         """Calls the optimizer's own ``load_state_dict``, which moves tensors to their parameter's device."""
         self.optimizer.load_state_dict({"state": dict(self.state), "param_groups": list(self.groups)})
+
+    def schedule(self, state: Any) -> Any:
+        """The saved state of a scheduler of its learning rates, for its groups."""
+        return schedule_for(state, self.saved, self.sources)
 
 
 def optimizer_state(
@@ -284,29 +293,47 @@ def optimizer_state(
             names[piece.name] = f"optimizer.state.{name}.{key}"
         if values:
             state[index[id(parameter.parameter)]] = values
-    groups = _groups(stored, optimizer, saved["groups"], by_id, index, findings)
-    return OptimizerState(optimizer, tuple(pieces), names, state, groups)
+    sources = _sources(stored, optimizer, saved["groups"], by_id, findings)
+    groups = [
+        {**_settings(group, saved["groups"], source), "params": [index[id(p)] for p in group["params"]]}
+        for group, source in zip(optimizer.param_groups, sources, strict=True)
+    ]
+    return OptimizerState(optimizer, tuple(pieces), names, state, tuple(groups), len(saved["groups"]), sources)
 
 
-def _groups(
+def _sources(
     stored: StoredCheckpoint, optimizer: Optimizer, saved_groups: Sequence[dict[str, Any]], by_id: Mapping[int, LocalParameter],
-    index: Mapping[int, int], findings: Findings,
-) -> tuple[dict[str, Any], ...]:  # fmt: skip
-    """The optimizer's groups with the saved settings, in the form that ``load_state_dict`` takes.
+    findings: Findings,
+) -> tuple[int, ...]:  # fmt: skip
+    """For each group of the optimizer, the index of the saved group that has its parameters; without parameters, its own.
 
     Args:
         by_id: id of a parameter → the parameter, if this rank holds a part of it.
-        index: id of a parameter → its index in the optimizer.
+
+    Adds a finding if the parameters of a group were in several, with different settings.
     """
-    groups = []
+    sources = []
     for number, group in enumerate(optimizer.param_groups):
         parameters = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
-        saved_names = {stored.saved_name(local.names) or local.name for local in parameters}
-        saved_settings = _settings(number, saved_names, saved_groups, findings)
-        settings = {k: v for k, v in group.items() if k != "params"}
-        settings |= {k: _on_device_of(settings.get(k), v) for k, v in saved_settings.items()}
-        groups.append({**settings, "params": [index[id(p)] for p in group["params"]]})
-    return tuple(groups)
+        names = {stored.saved_name(local.names) or local.name for local in parameters}
+        having = [i for i, saved in enumerate(saved_groups) if names & set(saved["names"])]
+        different = [i for i in having if not same_settings(*(settings_of(saved_groups[j]) for j in (i, having[0])))]
+        if different:
+            findings.add(
+                where=f"optimizer.param_groups[{number}]",
+                given=f"parameters that were in {len(having)} groups with different settings",
+                required="parameters of one group",
+                fix="make the groups as they were when it was saved",
+            )
+        sources.append(having[0] if having else number)
+    return tuple(sources)
+
+
+def _settings(group: Mapping[str, Any], saved_groups: Sequence[dict[str, Any]], source: int) -> dict[str, Any]:
+    """The settings of a group, with those that were saved for it."""
+    saved = settings_of(saved_groups[source]) if source < len(saved_groups) else {}
+    own = {key: value for key, value in group.items() if key != "params"}
+    return own | {key: _on_device_of(own.get(key), value) for key, value in saved.items()}
 
 
 def _allocated(parameter: LocalParameter, key: str, saved: TensorStorageMetadata) -> Tensor | None:
@@ -329,28 +356,13 @@ def _on_device_of(current: Any, saved: Any) -> Any:
     return saved.to(current.device) if isinstance(saved, Tensor) and isinstance(current, Tensor) else saved
 
 
-def _settings(number: int, names: set[str], groups: Sequence[dict[str, Any]], findings: Findings) -> dict[str, Any]:
-    """The settings of the saved group that has parameters of these names; without names, of the saved group ``number``.
-
-    Adds a finding if the names were in several groups with different settings.
-    """
-    if names:
-        sources = [group for group in groups if names & set(group["names"])]
-    else:
-        sources = list(groups[number : number + 1])
-    settings = [{k: v for k, v in group.items() if k != "names"} for group in sources]
-    if any(str(other) != str(settings[0]) for other in settings):
-        findings.add(
-            where=f"optimizer.param_groups[{number}]",
-            given=f"parameters that were in {len(sources)} groups with different settings",
-            required="parameters of one group",
-            fix="make the groups as they were when it was saved",
-        )
-    return settings[0] if settings else {}
-
-
-def restore(name: str, target: Any, stored: StoredCheckpoint, findings: Findings) -> Callable[[], None]:
+def restore(
+    name: str, target: Any, stored: StoredCheckpoint, findings: Findings, change: Callable[[Any], Any] | None = None
+) -> Callable[[], None]:
     """A function that restores a scheduler or data source (``target``) from the saved state ``name``; nothing if it is None.
+
+    Args:
+        change: the saved state → the state for this rank.
 
     Adds a finding if this state was not saved.
     """
@@ -364,4 +376,4 @@ def restore(name: str, target: Any, stored: StoredCheckpoint, findings: Findings
             required=f"what job.save(…, {name}=…) saved",
             fix=f"load without {name}=",
         )
-    return lambda: target.load_state_dict(state)
+    return lambda: target.load_state_dict(state if change is None else change(state))

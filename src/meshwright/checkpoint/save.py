@@ -19,7 +19,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright.checkpoint.contents import OptimizerContents
 from meshwright.checkpoint.folder import Manifest, begin, described, publish, write_file
 from meshwright.checkpoint.lock import Lock, hold
+from meshwright.checkpoint.param_groups import merged_groups, merged_schedule
 from meshwright.checkpoint.pieces import LocalPiece, PieceSaver
 from meshwright.checkpoint.rank_agreement import RankAgreement, because, cause, without_warning
 from meshwright.checkpoint.staging import Staging
@@ -83,6 +84,7 @@ class Snapshot:
         pieces: tensors.
         optimizers: scalars and settings of the optimizers, copied.
         run: name → other values that a load restores (scheduler, data, extra), copied.
+        scheduled: the number of the optimizer whose learning rates the scheduler sets; None if that is not known.
         files: name of an additional file → its text.
         about: facts for the manifest.
     """
@@ -90,12 +92,30 @@ class Snapshot:
     pieces: Sequence[LocalPiece]
     optimizers: Sequence[OptimizerContents]
     run: Mapping[str, Any]
+    scheduled: int | None
     files: Mapping[str, str]
     about: Mapping[str, Any]
 
     def staged(self, staging: Staging) -> Snapshot:
         """The snapshot with copies of its tensors, which training does not write to. Other values are copies already."""
         return replace(self, pieces=staging(self.pieces))
+
+
+class _OfRank(NamedTuple):
+    """What a rank saves that is no tensor, and is merged with that of other ranks.
+
+    Attributes:
+        optimizers: (groups, scalars) of each optimizer. A rank's groups name its own parameters only.
+    """
+
+    optimizers: list[tuple[Any, Any]]
+    scheduler: Any
+    scheduled: int | None
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _OfRank:
+        optimizers = [(o.groups, o.scalars) for o in snapshot.optimizers]
+        return cls(optimizers, snapshot.run.get("scheduler"), snapshot.scheduled)
 
 
 def write(snapshot: Snapshot, folder: Path, step: int, keep: int | None, agreement: RankAgreement) -> Path:
@@ -130,12 +150,12 @@ def _write(
 
     def publish_on_rank_0() -> Path:
         locks[0].check()
-        return _publish(snapshot, temporary, step, keep, files, optimizers)
+        return _publish(snapshot, temporary, step, keep, files, _merged(of_ranks))
 
     temporary = Path(agreement.first(begin_on_rank_0, failed))
     try:
         files = _write_pieces(snapshot, temporary, agreement, failed)
-        optimizers = agreement.gather(lambda: [(o.groups, o.scalars) for o in snapshot.optimizers], failed)
+        of_ranks = agreement.gather(lambda: _OfRank.of(snapshot), failed)
         return Path(agreement.first(publish_on_rank_0, failed))
     except CheckpointError:  # raised on every rank; no rank continues before the directory is removed
         agreement.first(lambda: shutil.rmtree(temporary, ignore_errors=True), failed)
@@ -163,15 +183,15 @@ def _write_pieces(snapshot: Snapshot, directory: Path, agreement: RankAgreement,
 
 
 def _publish(
-    snapshot: Snapshot, directory: Path, step: int, keep: int | None, files: dict[str, Any], optimizers: list[Any]
+    snapshot: Snapshot, directory: Path, step: int, keep: int | None, files: dict[str, Any], merged: dict[str, Any]
 ) -> Path:
     """Writes the files that rank 0 alone writes, and the manifest; then publishes the directory.
 
     Args:
         files: the files of all ranks' pieces.
-        optimizers: for each rank, (groups, scalars) of each optimizer.
+        merged: name → values of all ranks.
     """
-    write_file(directory / RUN, dumped({**snapshot.run, "optimizers": _merged(optimizers)}))
+    write_file(directory / RUN, dumped({**snapshot.run, **merged}))
     for name, text in snapshot.files.items():
         write_file(directory / name, text.encode())
     for name in (METADATA, RUN, *snapshot.files):
@@ -179,20 +199,23 @@ def _publish(
     return publish(directory, Manifest(step, snapshot.about, files), keep)
 
 
-def _merged(optimizers_by_rank: list[Any]) -> list[dict[str, Any]]:
-    """The groups and scalars of each optimizer, merged over ranks.
-
-    Args:
-        optimizers_by_rank: for each rank, (groups, scalars) of each optimizer. A rank's groups name its own parameters only.
-    """
-    merged = []
-    for one_optimizer in zip(*optimizers_by_rank, strict=True):  # (groups, scalars) on each rank
-        groups = []
-        for one_group in zip(*(groups for groups, _ in one_optimizer), strict=True):  # this group on each rank
-            names = dict.fromkeys(name for group in one_group for name in group["names"])
-            groups.append({**one_group[0], "names": list(names)})
-        scalars = {name: values for _, rank_scalars in one_optimizer for name, values in rank_scalars.items()}
-        merged.append({"groups": groups, "scalars": scalars})
+def _merged(saved_by_rank: Sequence[_OfRank]) -> dict[str, Any]:
+    """The groups and scalars of each optimizer, and the scheduler's state, merged over ranks."""
+    by_optimizer = [*zip(*(saved.optimizers for saved in saved_by_rank), strict=True)]  # on each rank
+    groups = [merged_groups([groups for groups, _ in on_ranks]) for on_ranks in by_optimizer]
+    merged: dict[str, Any] = {
+        "optimizers": [
+            {
+                "groups": [group.saved() for group in of_optimizer],
+                "scalars": {name: values for _, scalars in on_ranks for name, values in scalars.items()},
+            }
+            for of_optimizer, on_ranks in zip(groups, by_optimizer, strict=True)
+        ]
+    }
+    scheduled = saved_by_rank[0].scheduled
+    if scheduled is not None:
+        counts = [len(of_rank) for of_rank, _ in by_optimizer[scheduled]]
+        merged["scheduler"] = merged_schedule([saved.scheduler for saved in saved_by_rank], counts, groups[scheduled])
     return merged
 
 

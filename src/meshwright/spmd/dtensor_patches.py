@@ -168,7 +168,7 @@ WRITES = tuple(
         _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor,
         _ATEN.index_copy_.default, _ATEN.index_add_.default, _ATEN.scatter_.src, _ATEN.scatter_.value,
         _ATEN.scatter_add_.default, _ATEN.masked_scatter_.default, _ATEN.triu_.default, _ATEN.tril_.default,
-        _ATEN.renorm_.default, _ATEN.eye.m_out,
+        _ATEN.renorm_.default, _ATEN.eye.m_out, _ATEN.addmv_.default, _ATEN.masked_fill_.Tensor,
     )
 )  # fmt: skip
 DRAWS = tuple(
