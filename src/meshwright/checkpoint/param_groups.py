@@ -16,7 +16,9 @@ from torch import Tensor
 from meshwright.private import pytree
 
 _PARAMETERS = ("params", "param_names")
-_SCHEDULERS, _MILESTONES = "_schedulers", "_milestones"  # of SequentialLR and ChainedScheduler
+# Lists in the state of torch's schedulers: other schedulers (SequentialLR, ChainedScheduler), the steps at which one takes over
+# from another (SequentialLR), and a function for each group (LambdaLR).
+_SCHEDULERS, _MILESTONES, _FUNCTIONS = "_schedulers", "_milestones", "lr_lambdas"
 
 
 @dataclass
@@ -111,7 +113,7 @@ def schedule_for(state: Any, saved: int, sources: Sequence[int]) -> Any:
 
 
 def _by_group(states: list[Any], counts: list[int], change: Callable[[list[list[Any]]], list[Any]]) -> Any:
-    """The first state, with ``change(lists)`` for each list that has one element for each group, in all states."""
+    """The first state, with ``change(lists)`` for each list that has one number for each group, in all states."""
     first = states[0]
     if not all(isinstance(state, dict) for state in states):
         return first
@@ -122,9 +124,14 @@ def _by_group(states: list[Any], counts: list[int], change: Callable[[list[list[
             continue
         if key == _SCHEDULERS:
             changed[key] = [_by_group(list(inner), counts, change) for inner in zip(*of_all, strict=False)]
-        elif key != _MILESTONES and [len(one) for one in of_all] == counts:
+        elif [len(one) for one in of_all] == counts and (key == _FUNCTIONS or _has_numbers(key, of_all)):
             changed[key] = change(of_all)
     return changed
+
+
+def _has_numbers(key: str, lists: list[list[Any]]) -> bool:
+    """Whether an attribute has numbers, which may be those of groups. (The phases of OneCycleLR are dicts.)"""
+    return key != _MILESTONES and all(isinstance(x, int | float | Tensor) for one in lists for x in one)
 
 
 __all__ = ["merged_groups", "merged_schedule", "named_group", "same_settings", "schedule_for", "settings_of"]
