@@ -86,6 +86,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "chunks": lambda w: (*w.chunk(3), *w.chunk(3, 1), *w.split(5)),
     "sorted": lambda w: (w.sort(0)[0], w.flatten().topk(3)[0], w.median()),
     "argmax": lambda w: (w.argmax(), w.argmin(0)),
+    "gathered": lambda w: (w.gather(0, w.argsort(0)), w.gather(0, w.argsort(0)[:, :5]), w.gather(1, w.argsort(1)[:5])),
+    "scattered": lambda w: (w.scatter(1, w.argsort(1)[:5], 0.0), w.scatter_add(1, w.argsort(1)[:5], w[:5])),
     "diagonal": lambda w: (w.diagonal(), w.triu(), w.flip(0), w.roll(1, 0)),
     "joined": lambda w: (torch.cat([w, w]), torch.stack([w, w]), w.repeat(2, 1)),
     "products": lambda w: (torch.einsum("ij,kj->ik", w, w), torch.bmm(w[None], w.T[None]), torch.linalg.svdvals(w)),

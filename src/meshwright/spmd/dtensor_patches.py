@@ -155,6 +155,14 @@ POSITIONS = tuple(
         _ATEN.mse_loss.default,
     )
 )
+INDEXED = tuple(
+    DTensorPatch(
+        op,
+        "torch takes parts of tensors of different shapes for the same rows (runtime/weights/redistribution.py)",
+        JOB,
+    )
+    for op in (_ATEN.gather.default, _ATEN.scatter.src, _ATEN.scatter.value, _ATEN.scatter_add.default)
+)
 VIEWS = tuple(
     DTensorPatch(op, "torch loses what is written to a view that it had to gather (runtime/weights/copied_views.py)", JOB)
     for op in (

@@ -39,6 +39,7 @@ def redistribute_by_recipe(model: nn.Module, recipe: Recipe) -> None:
     """Does so as long as the model lives, which this does not keep alive."""
     layouts = _Layouts(weakref.ref(model), recipe)
     contexts = [position.on(_of_whole(position)) for position in dtensor_patches.POSITIONS]
+    contexts += [indexed.on(_of_same_shape(indexed)) for indexed in dtensor_patches.INDEXED]
     if layouts.of_size:  # in chunks, too: another job may have other layouts
         contexts += [patch.on(lambda inner: _ByRecipe(inner, layouts)) for patch in dtensor_patches.redistributions()]
     if layouts.surprising:
@@ -197,6 +198,17 @@ def _of_whole(patch: dtensor_patches.DTensorPatch) -> Handler:
 
     def whole(value: Any) -> Any:
         return gathered(value) if isinstance(value, DTensor) and not is_in_even_chunks(value) else value
+
+    return handler
+
+
+def _of_same_shape(patch: dtensor_patches.DTensorPatch) -> Handler:
+    """For a function of tensors and indices, which need not have one shape. In torch each rank takes its part of each."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len({t.shape for t in args if isinstance(t, DTensor)}) > 1:
+            args = tuple(gathered(t) if isinstance(t, DTensor) else t for t in args)
+        return patch.plain(args, kwargs)
 
     return handler
 
