@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 from typing import Any
 
 import numpy
@@ -129,3 +130,22 @@ def test_no_batch_is_no_batch(workers: LocalWorkers) -> None:
 
 def count_of_none() -> int:
     return len(list(made("tp=1").batches(Noisy(), ROWS + 1, epochs=None, drop_last=True)))
+
+
+def resumed(**changed: Any) -> list[str]:
+    """The fixes, if a position is loaded in data with other arguments."""
+    job = made("dp_shard=2")
+    arguments = {"dataset": torch.zeros(20, 5), "global_batch": 8, "seed": 4, "shuffle": True, "drop_last": True}
+    state = job.batches(**arguments).state_dict()
+    try:
+        job.batches(**(arguments | changed)).load_state_dict(state)
+    except mw.PlanError as error:
+        return [finding.fix for finding in error.findings]
+    return []
+
+
+def test_a_position_is_not_taken_for_one_in_another_order(workers: LocalWorkers) -> None:
+    assert workers.run(resumed, ranks=2) == [[], []]
+    everything = {"dataset": torch.zeros(21, 5), "global_batch": 4, "seed": 5, "shuffle": False, "drop_last": False}
+    fixes = ["load without data=", "global_batch=8", "seed=4", "shuffle=True", "drop_last=True"]
+    assert workers.run(partial(resumed, **everything), ranks=2) == [fixes, fixes]

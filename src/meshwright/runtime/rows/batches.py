@@ -59,18 +59,28 @@ class Batches:
         self.batches_taken, self._reading = start, reading
 
     def state_dict(self) -> dict[str, int]:
-        """The position in the data, and the seed, global batch and rows to which it belongs; equal in every layout."""
-        return {"taken": self.batches_taken, "seed": self.seed, "global_batch": self.global_batch, "rows": self.rows}
+        """The position in the data, and what it belongs to; equal in every layout."""
+        return {"taken": self.batches_taken, **self._order_of_rows()}
+
+    def _order_of_rows(self) -> dict[str, int]:
+        """What decides which rows a batch has."""
+        return {
+            "rows": self.rows,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues at the position of ``state``.
 
         Raises:
-            PlanError: the state has another number of rows, another global batch or another seed.
+            PlanError: the state is of other rows, or of another order of them.
         """
         findings = Findings("this data")
-        for key, value in (("rows", self.rows), ("global_batch", self.global_batch), ("seed", self.seed)):
-            if state[key] != value:
+        for key, value in self._order_of_rows().items():
+            if state.get(key, value) != value:
                 fix = f"{key}={state[key]}" if key != "rows" else "load without data="
                 findings.add(where=key, given=str(value), required=f"{state[key]}, as when it was saved", fix=fix)
         findings.raise_if_any()
