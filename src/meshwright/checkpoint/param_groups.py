@@ -56,22 +56,22 @@ def merged_groups(groups_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list
     The first of each number comes first, in the order of numbers: a load takes its settings for a group without parameters. If
     ranks have other settings for one parameter, those of the lowest rank count.
     """
-    firsts: dict[int, MergedGroup] = {}
-    others: list[MergedGroup] = []
+    by_number: dict[int, list[MergedGroup]] = {}
     seen: set[str] = set()
     for rank, groups in enumerate(groups_by_rank):
         for number, group in enumerate(groups):
-            found = MergedGroup(settings_of(group), [name for name in group["names"] if name not in seen], rank, number)
-            seen.update(found.names)
-            known = [other for other in (firsts.get(number), *others) if other is not None and other.number == number]
-            alike = next((other for other in known if same_settings(other.settings, found.settings)), None)
-            if alike is not None:
-                alike.names += found.names
-            elif number not in firsts:
-                firsts[number] = found
-            elif found.names:
-                others.append(found)
-    return [*(firsts[number] for number in sorted(firsts)), *others]
+            names = [name for name in group["names"] if name not in seen]
+            seen.update(names)
+            known, settings = by_number.setdefault(number, []), settings_of(group)
+            if known and not names:
+                continue
+            alike = next((other for other in known if same_settings(other.settings, settings)), None)
+            if alike is None:
+                known.append(MergedGroup(settings, names, rank, number))
+            else:
+                alike.names += names
+    known_by_number = [by_number[number] for number in sorted(by_number)]
+    return [*(known[0] for known in known_by_number), *(group for known in known_by_number for group in known[1:])]
 
 
 def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
