@@ -23,7 +23,6 @@ KEPT = sorted((Path(__file__).parent / "kept").glob("*.py"))
 # Kept programs of which data ranks go different ways, or a batch a way that no stages can run: a step ends in an error,
 # before anything of it is done, and no rank dies.
 REFUSED_LATER = {
-    "units_whose_result_nothing_uses_on_one_data_rank": "RowsError",
     "another_path_that_no_stages_can_run": "UncutPathError",
 }
 OFTEN = {"tp=2": 6, "tp=3": 2, "dp_shard=2": 3, "dp_replicate=2": 2, "pp=2": 4, "sequence": 3, "branches": 3,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.errors import RowsError
 from meshwright.evaluation import StepMode
-from meshwright.runtime.coupling.other_integers import Alternating, OutOfRangeError
+from meshwright.runtime.coupling.other_integers import Alternating, OutOfRangeError, other_integers
 
 WIDTH, CLASSES = 16, 12
 
@@ -1273,3 +1273,15 @@ def test_writes_through_a_slice_are_seen_by_the_trial_in_float64(where, plan, wo
     )
     assert report.passed, report
     assert any("every data rank" in note or "rows" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 5])
+@pytest.mark.parametrize("rows", [5, 6, 8])
+def test_other_integers_have_other_shares_of_odd_ones_in_parts_of_the_rows(rows, tokens):
+    found = []
+    for seed in range(20):
+        ids = torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+        odd = other_integers({"ids": ids}, rows)["ids"] % 2 == 1
+        shares = [(odd[:first].double().mean(), odd[first:].double().mean()) for first in range(1, rows)]
+        found.append(min(abs(a - b) for a, b in shares) > 1e-6)
+    assert sum(found) >= 18

@@ -7,7 +7,8 @@ forward does not accept them (so many image tokens as there are images), or if t
 
     integers     Each row draws from the values of its tensor and those between, the first rows from the smallest alone. So
                  rows have other sums and maxima; the sums of the first quarter of rows are odd, the others even. (Not in
-                 turn: then all parts would have as many odd ones.) Negative integers (ignored labels) stay.
+                 turn: then all parts would have as many odd ones.) Negative integers (ignored labels) stay. Of a few
+                 draws that one is taken in which parts of the rows have the most different numbers.
     masks        Some elements are switched off, but no row's first; of a mask without any, some are switched on.
     all equal    They stay, as no other value is known to be one. If they are compared with each other
                  (``labels[:, None] == labels``), the result is that of two alternating values (``Alternating``).
@@ -27,6 +28,10 @@ from meshwright.spmd.autograd_functions import FunctionMode
 
 _MOST_ELEMENTS = 1 << 20  # of a tensor that gets other integers: pictures in bytes stay
 _FEWEST_VALUES = 2  # from which a row draws
+_MOST_DRAWS, _MOST_DRAWN = (
+    16,
+    1 << 15,
+)  # of one tensor: draws, and elements in all of them; of many elements one draw is enough
 _EQUALITIES = frozenset("eq ne not_equal __eq__ __ne__".split())
 _ALONG_A_DIM = frozenset(
     "gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill".split()
@@ -69,14 +74,18 @@ def _other_mask(mask: Tensor) -> Tensor:
 
 
 def _redrawn(t: Tensor, values: Tensor) -> Tensor:
-    """``t``, with a number drawn for each that is not negative.
+    """``t``, with a number drawn for each that is not negative: of a few draws that which is the most uneven over rows."""
+    draws = min(_MOST_DRAWS, max(1, _MOST_DRAWN // t.numel()))
+    return max((_drawn(t, values, seed) for seed in range(draws)), key=_unevenness)
 
-    Row i of n draws from the smallest (i + 1) / n of the values, or from the range of these. Its first number is the largest of
-    these, so that no row has only the smallest (padding, often).
+
+def _drawn(t: Tensor, values: Tensor, seed: int) -> Tensor:
+    """Row i of n draws from the smallest (i + 1) / n of the values, or from the range of these. Its first number is the largest
+    of these in the first draw, and a large one in others, so that no row has only the smallest (padding, often).
     """
-    fractions = _random(t).view(len(t), -1)
+    fractions = _random(t, seed).view(len(t), -1)
     if t.dim() > 1:
-        fractions[:, 0] = 1.0
+        fractions[:, 0] = 1.0 - (fractions[:, 0] / 2 if seed else 0.0)
     among = (torch.arange(1, len(t) + 1) * len(values) // len(t)).clamp(min=_FEWEST_VALUES)[:, None]
     drawn = values[torch.minimum((fractions * among).long(), among - 1)]
     least, most = int(values[0]), values[among - 1]
@@ -86,6 +95,23 @@ def _redrawn(t: Tensor, values: Tensor) -> Tensor:
     if fractions.shape[1] > 1 and len(t) > 1:
         _set_parity(redrawn.view(len(t), -1)[:, 1], redrawn.view(len(t), -1).sum(1), least, most[:, 0])
     return redrawn
+
+
+def _unevenness(t: Tensor) -> tuple[float, ...]:
+    """For numbers of some kinds (odd ones, multiples of three, large ones), the smallest distance of their share in the first
+    rows from that in the others, wherever rows are divided in two.
+
+    In few rows shares are equal by chance. What depends on a share alone would then seem to be the same for all rows.
+    """
+    rows = t.view(len(t), -1)
+    counted = rows >= 0
+    numbers = counted.sum(1).cumsum(0).double()
+    distances = []
+    for kind in (rows % 2 == 1, rows % 3 == 0, rows > rows[counted].median()):
+        of_kind = (kind & counted).sum(1).cumsum(0).double()
+        shares, others = of_kind[:-1] / numbers[:-1], (of_kind[-1] - of_kind[:-1]) / (numbers[-1] - numbers[:-1])
+        distances.append(float((shares - others).abs().nan_to_num(1.0).min()) if len(rows) > 1 else 0.0)
+    return tuple(distances)
 
 
 def _set_parity(column: Tensor, sums: Tensor, least: int, most: Tensor) -> None:
@@ -102,9 +128,9 @@ def _set_parity(column: Tensor, sums: Tensor, least: int, most: Tensor) -> None:
     column.copy_(torch.where(wrong & (column >= 0) & (least < most), column + step, column))
 
 
-def _random(like: Tensor) -> Tensor:
+def _random(like: Tensor, seed: int = 0) -> Tensor:
     """Numbers in [0, 1), the same on every rank."""
-    return torch.rand(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
 
 
 # --- the forward --------------------------------------------------------------------------------------------------------
