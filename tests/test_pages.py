@@ -226,6 +226,8 @@ def test_yaml_that_is_no_plan_can_still_be_read() -> None:
         "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n",
         "```bash\nmeshwright shwo hf:gpt2\n```\n",
         "<!-- block: quick=n_layer=2 -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
+        "<!-- block: proof -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
+        "<!-- block: proof -->\n```bash\ntorchrun examples/none.py\n```\n",
         "```bash\nmake nothing\n```\n",
         "```yaml\nmesh: {tpp: 2}\n```\n",
         "<!-- block: raises=PlanError -->\n```python\n1 + 1\n```\n",

@@ -26,7 +26,7 @@ REFUSED_LATER = {
     "another_path_that_no_stages_can_run": "UncutPathError",
 }
 OFTEN = {"tp=2": 6, "tp=3": 2, "dp_shard=2": 3, "dp_replicate=2": 2, "pp=2": 4, "sequence": 3, "branches": 3,
-         "dp_shard=2,tp=2": 2, "pp=2,tp=2": 2, "pp=2,dp_shard=2": 1}  # fmt: skip
+         "dp_shard=2,tp=2": 2, "pp=2,tp=2": 1, "pp=2,dp_shard=2": 1}  # fmt: skip
 
 
 def fuzzed(layout, count, seed, workers):
