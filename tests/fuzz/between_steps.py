@@ -82,7 +82,7 @@ class Run:
     evaluate: Step
     clip: Callable[[float], Any]
     save: Callable[[Any], None]
-    load: Callable[[Any], None]
+    load: Callable[[Any], Any]
     targets: dict[str, Any]
     judge: Step
     optimizer: Any = None

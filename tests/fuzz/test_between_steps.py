@@ -89,7 +89,7 @@ def of_job(seed: int, mesh: str, microbatches: int, folder: Path) -> dict[str, A
         lambda ids: job.evaluate(rows(ids)),
         job.clip_grad_norm_,
         save,
-        lambda optimizer: job.load(folder, optimizer) and None,
+        lambda optimizer: job.load(folder, optimizer),
         dict(target.named_parameters()),
         lambda ids: target.evaluate(rows(ids)),
     )

@@ -312,13 +312,13 @@ def _sources(
 
     Adds a finding if the parameters of a group were in several, with different settings.
     """
-    sources = []
+    group_of = {name: i for i, saved in enumerate(saved_groups) for name in saved["names"]}
+    settings, sources = [settings_of(saved) for saved in saved_groups], []
     for number, group in enumerate(optimizer.param_groups):
         parameters = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
         names = {stored.saved_name(local.names) or local.name for local in parameters}
-        having = [i for i, saved in enumerate(saved_groups) if names & set(saved["names"])]
-        different = [i for i in having if not same_settings(*(settings_of(saved_groups[j]) for j in (i, having[0])))]
-        if different:
+        having = sorted({group_of[name] for name in names if name in group_of})
+        if not all(same_settings(settings[i], settings[having[0]]) for i in having):
             findings.add(
                 where=f"optimizer.param_groups[{number}]",
                 given=f"parameters that were in {len(having)} groups with different settings",

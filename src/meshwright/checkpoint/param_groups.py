@@ -82,7 +82,7 @@ def same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b or (a != a and b != b))
 
 
