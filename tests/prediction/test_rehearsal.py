@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -334,3 +335,13 @@ class Reads(Masked):
 def test_a_value_that_is_not_there_is_assumed():
     prediction = predict(Reads, tokens(rows=2), "dp_shard=2", loss=loss)
     assert any("test_rehearsal.py" in note and "assumed" in note for note in prediction.notes)
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_shard=2,tp=2"])
+def test_a_prediction_warns_of_nothing(mesh):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predict(
+            lambda: nn.Linear(6, 5), (torch.zeros(4, 6),), mesh, loss=lambda out: out.square().mean(), hardware="h100"
+        )
+    assert not [str(warning.message) for warning in caught if "meshwright" in warning.filename]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.calls.placeholder import RemoteTensor, local_rows, note_replaced, note_replaced_within
 from meshwright.calls.structure import put_tensors, tensors_of
-from meshwright.private import raw_local, tensor_to_hook, without_modes
+from meshwright.private import raw_local, storage_of, tensor_to_hook, without_modes
 from meshwright.recipe import Recipe, Unit
 from meshwright.runtime.groups import Groups
 from meshwright.runtime.weights.parameters import Attributes, local_tensor
@@ -195,8 +195,13 @@ def follow_memory(model: nn.Module) -> None:
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for fsdp_param in group.fsdp_params:
                 local, gathered_from = raw_local(fsdp_param.sharded_param), fsdp_param._sharded_param_data
-                if local.numel() and local.data_ptr() != gathered_from.data_ptr():
+                if local.numel() and _begin(local) != _begin(gathered_from):
                     fsdp_param._sharded_param_data = _padded(local, gathered_from.numel())
+
+
+def _begin(t: Tensor) -> tuple[int, int]:
+    """Where a tensor begins: its memory, and the element in it. (A fake tensor has no address.)"""
+    return storage_of(t), int(t.storage_offset())
 
 
 def _padded(local: Tensor, size: int) -> Tensor:
