@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     from meshwright.recording.record import Recording, record
     from meshwright.recording.verdict import Verdict
     from meshwright.runtime.job import Job
-    from meshwright.search.find import SearchResult, find_plans
+    from meshwright.search.find import find_plans
+    from meshwright.search.result import SearchResult
     from meshwright.watch.watchdog import Watch
     from meshwright.workers.launch import launch
     from meshwright.workers.pool import local_workers
@@ -97,7 +98,7 @@ _HOME = {
     "local_workers": "workers.pool", "launch": "workers.launch",
     "Watch": "watch.watchdog",
     "check": "parity", "Report": "parity",
-    "find_plans": "search.find", "SearchResult": "search.find",
+    "find_plans": "search.find", "SearchResult": "search.result",
     "predict": "prediction.predict", "measure": "prediction.predict", "Prediction": "prediction.result",
     "dry_run": "prediction.dryrun", "DryRun": "prediction.dryrun",
     "correct_profile": "prediction.learning", "MeasuredStep": "prediction.learning", "Correction": "hardware.correction",

@@ -19,13 +19,14 @@ from meshwright.prediction.result import Prediction, StepSeconds
 from meshwright.prediction.trace import Collective, Op
 from meshwright.schedule import Action, make_schedule, timeline
 from meshwright.search import find as search
+from meshwright.search import reasons
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.find import repeat_rows
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.measured import _correction as measured_correction
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
-from meshwright.search.space import Candidate, candidates, divisors
+from meshwright.search.space import Candidate, Family, candidates, divisors
 
 WIDTH, WORDS = 256, 1024
 
@@ -224,10 +225,10 @@ def test_what_does_not_fit_names_the_nearest_change_that_does():
         return 100 / (of.pp * of.dp_shard * of.tp)
 
     one = Candidate(pp=1, dp_replicate=1, dp_shard=2, tp=1, microbatches=1, rows=1)
-    assert search._change(one, 30, memory, ()) == "2 times the devices, dp_shard=4"
-    families = {(1, 8), (2, 2), (4, 1)}
-    assert search._change(one, 10, memory, families).startswith("pp=2, tp=2 on as many devices or 8 times the devices")
-    assert search._change(one, 1e-9, memory, ()) == ""
+    assert reasons._change(one, 30, memory, ()) == "2 times the devices, dp_shard=4"
+    families = {Family(1, 8), Family(2, 2), Family(4, 1)}
+    assert reasons._change(one, 10, memory, families).startswith("pp=2, tp=2 on as many devices or 8 times the devices")
+    assert reasons._change(one, 1e-9, memory, ()) == ""
 
 
 def test_a_search_in_which_nothing_fits_says_what_would():

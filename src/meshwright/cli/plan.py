@@ -40,7 +40,7 @@ from meshwright.plan import Plan
 if TYPE_CHECKING:
     from meshwright.hardware.correction import Correction
     from meshwright.hardware.profile import Profile
-    from meshwright.search.find import Proposal, SearchResult
+    from meshwright.search.result import Proposal, SearchResult
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def plan(
     loss: LossOption = None,
     seq: SeqOption = None,
 ) -> None:
-    """Find the fastest plans that fit: mesh, pipeline, microbatches, recompute.
+    """Find the fastest plans that fit: mesh, pipeline, microbatches, recompute, branches.
 
     Rehearses a few blocks of the model with each size of tp, and estimates every plan
     from them by arithmetic. Shows the fastest plans, at most one of each size of pp and
@@ -212,8 +212,9 @@ def _data(found: SearchResult) -> dict[str, Any]:
         "frontier": [{"seconds": e.seconds, "bytes": e.nbytes, "plan": e.candidate.plan({})} for e in found.frontier],
         "rejected": [
             {
-                "pp": r.pp,
-                "tp": r.tp,
+                "pp": r.family.pp,
+                "tp": r.family.tp,
+                "branches": r.family.branches,
                 "plans": r.count,
                 "bytes": r.nbytes,
                 "capacity": r.capacity,

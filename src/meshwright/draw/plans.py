@@ -14,7 +14,7 @@ from meshwright.draw.correction import correction_text
 
 if TYPE_CHECKING:
     from meshwright.hardware.profile import Profile
-    from meshwright.search.find import Proposal, SearchResult
+    from meshwright.search.result import Proposal, SearchResult
 
 _REJECTED = 6  # most families of plans that do not fit
 _FRONTIER = 8  # most plans between the smallest and the fastest
@@ -60,8 +60,9 @@ def _plans(result: SearchResult) -> Table:
     for proposal in result.plans:
         candidate = proposal.estimate.candidate
         rows = candidate.rows
+        mesh = f"{proposal.plan.mesh}{', branches' * candidate.branches}"
         table.add_row(
-            str(proposal.plan.mesh), f"{candidate.microbatches} of {rows} row{'s' * (rows > 1)}", candidate.schedule_words,
+            mesh, f"{candidate.microbatches} of {rows} row{'s' * (rows > 1)}", candidate.schedule_words,
             candidate.recompute_words, duration_text(proposal.seconds), _interval(proposal),
             size_text(proposal.nbytes), _largest_terms(proposal),
         )  # fmt: skip
@@ -105,9 +106,7 @@ def _rejected(result: SearchResult) -> list[Text]:
         smallest = f"the smallest ({family.least.words}) needs {size_text(family.nbytes)} on a rank"
         excess = size_text(family.nbytes - family.capacity)
         fits = f"; fits with {family.change}" if family.change else ""
-        lines.append(
-            Text(f"  pp={family.pp}, tp={family.tp}: {family.count} plans; {smallest}, {excess} too much{fits}")
-        )
+        lines.append(Text(f"  {family.family.words}: {family.count} plans; {smallest}, {excess} too much{fits}"))
     more = len(result.rejected) - _REJECTED
     return lines + ([Text(f"  and {more} more families", style="dim")] if more > 0 else [])
 

@@ -52,7 +52,8 @@ class Plan:
             meshes: the first that has as many ranks as there are processes (so a run can resume with fewer machines); until
             ``at`` has chosen, ``mesh`` is the first of them. ``auto``: the fastest mesh that a search (``find_plans``) finds
             for the number of processes; the search also decides those of sequence_parallel, recompute, microbatches,
-            schedule, stages_per_rank and reshard_after_forward that the plan leaves out. Until then ``mesh`` is one device.
+            schedule, stages_per_rank, reshard_after_forward and branches that the plan leaves out. Until then ``mesh`` is one
+            device.
         modules: glob → an `Entry`, or a dict of its keys. If several globs match a name, the later one wins, key by key.
         parameters: more entries for ``modules``; they come after those.
         sequence_parallel: shard activations between tensor-parallel regions along the sequence. Default: false.
@@ -70,7 +71,8 @@ class Plan:
             ``whole``: every data rank runs all rows; ``auto``: split, unless the model's loss couples rows (statistics
             of the batch, losses that compare rows), which a trial before the first step finds out.
         branches: ``auto``: modules that can run at the same time are found in the forward, and placed on slices of tp;
-            ``said``: only the modules that ``on`` places.
+            ``said``: only the modules that ``on`` places. Default: said. With ``mesh: auto``, ``auto`` and no value place them
+            where they pay.
         seed: the seed of initial values and of dropout.
         nonfinite: what training does if the loss or a gradient is nan or infinite: ``stop`` raises an error; ``skip``
             leaves out the optimizer's step and counts it.
@@ -135,7 +137,7 @@ class Plan:
         precision: str = "float32",
         reshard_after_forward: bool | None = None,
         rows: str = "auto",
-        branches: str = "said",
+        branches: str | None = None,
         seed: int = 0,
         nonfinite: str = "stop",
         verify: int = 100,
@@ -295,4 +297,4 @@ PlanLike: TypeAlias = Plan | Mesh | Mapping[str, Any] | str | os.PathLike[str]
 
 _ALONE = Mesh((("dp_shard", 1),))
 _DEFAULTS: dict[str, Any] = {name: signature(Plan).parameters[name].default for name in PLAN}
-_DEFAULTS |= {"sequence_parallel": False, "recompute": "none", "schedule": "1f1b"}
+_DEFAULTS |= {"sequence_parallel": False, "recompute": "none", "schedule": "1f1b", "branches": "said"}

@@ -101,7 +101,7 @@ ENTRY = {
 }
 
 SEARCHED = (
-    "sequence_parallel", "recompute", "microbatches", "schedule", "stages_per_rank", "reshard_after_forward",
+    "sequence_parallel", "recompute", "microbatches", "schedule", "stages_per_rank", "reshard_after_forward", "branches",
 )  # fmt: skip
 """The settings that a search decides besides the mesh, if the plan leaves them out."""
 

@@ -10,6 +10,7 @@ So the memory, operations and collectives of a prediction can differ from a run 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,13 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
     """
     recipe = rehearsal.recipe
     # Nothing runs compiled under a dispatch mode, and torch's control flow has no rule for one of ours.
-    with rehearsed_world(rank, recipe.mesh.size), code_state_kept(rehearsal.planned.model), UNCOMPILED.on():
+    with (
+        rehearsed_world(rank, recipe.mesh.size),
+        code_state_kept(rehearsal.planned.model),
+        UNCOMPILED.on(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # a run shows them
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         job = job_alone(rehearsal, torch.device("cpu"), partial(_allocated_without_values, fake))
         return _trace(rehearsal, job, fake, steps)

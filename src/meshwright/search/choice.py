@@ -15,7 +15,8 @@ from meshwright.plan.keys import SEARCHED
 from meshwright.planned import make_recipe
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Proposal, SearchResult, find_plans, repeat_rows
+from meshwright.search.find import find_plans, repeat_rows
+from meshwright.search.result import Proposal, SearchResult
 
 
 def chosen_plan(

@@ -14,6 +14,7 @@
 | exposed gathers | max(0, n · gather - F), and the first | `Estimator._exposed_data` |
 | exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
+| branches at the same time | on one device · (rest + slowest branch) / (rest + all) + exchange | `BranchCosts.slowest` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._synchronizations` |
 | peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `MemoryEstimator._peak` |
@@ -23,7 +24,8 @@
 | microbatches in flight with split backwards | min(M, p) | `in_flight` |
 
 Here e is the number of elements of a rank's shards, and r the number of ranks before a rank in the pipeline.
-Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py) and `MemoryEstimator` (memory.py).
+Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py), `MemoryEstimator` (memory.py) and
+`BranchCosts` (branch_costs.py).
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2), zero bubbles (arXiv 2401.10241,
 ZB-H1). The estimates rank the candidates; ``predict`` then rehearses the best of them (``find.py``).
@@ -39,15 +41,13 @@ from math import ceil
 from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import PRODUCTS, Profile
 from meshwright.runtime.weights.buckets import BYTES
+from meshwright.search.branch_costs import BranchCosts, PassSeconds, SlowestRank
 from meshwright.search.calls import Calls, line_value
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate
-
-MicrobatchSeconds = tuple[float, float, float]
-"""Seconds of one microbatch: (device, collectives over tp, host)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Estimator:
         sends: bytes per row that one stage sends to the next.
         itemsize: bytes per element in the precision of compute.
         reduced: bytes per element of a gradient in a reduction.
+        branches: size of tp → the model's branches on slices of it, if there are any.
         gathers: whether FSDP2 gathers and casts parameters. If False, each rank has unsharded parameters in the precision of
             compute, and a float32 copy in the optimizer, as in Megatron-LM.
 
@@ -96,15 +97,21 @@ class Estimator:
         itemsize: int,
         reduced: int = REDUCED,
         *,
+        branches: Mapping[int, BranchCosts] | None = None,
         gathers: bool = True,
     ) -> None:
         self.profile = profile
-        self._layer_costs, self._recomputed = layer_costs, recomputed
+        self._layer_costs, self._recomputed, self._branches = layer_costs, recomputed, branches or {}
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._ranks = PipelineRanks(layer_costs)
-        self.memory = MemoryEstimator(layer_costs, self._ranks, recomputed, itemsize, reduced, gathers=gathers)
+        self._ranks = PipelineRanks(layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
+        self._slowest = cache(self._slowest_of)
+        self.memory = MemoryEstimator(
+            layer_costs, self._ranks, recomputed, itemsize, reduced,
+            lambda candidate: self._slowest(candidate.tp, candidate.rows).device if candidate.branches else 1.0,
+            gathers=gathers,
+        )  # fmt: skip
 
     def on(self, profile: Profile) -> Estimator:
         """The estimator of the same layers on other hardware."""
@@ -115,6 +122,7 @@ class Estimator:
             self._sends,
             self._itemsize,
             self._reduced,
+            branches=self._branches,
             gathers=self._gathers,
         )
 
@@ -147,7 +155,7 @@ class Estimator:
         )
         return deviation / sum(terms.values()) if deviation else 0.0
 
-    def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> MicrobatchSeconds:
+    def _pass_seconds(self, candidate: Candidate, kind: str, rank: Rank) -> PassSeconds:
         """(device, tp, host) seconds of one microbatch on a rank.
 
         Args:
@@ -156,20 +164,27 @@ class Estimator:
         parts = [(rank.blocks, kind, "block"), *((1, kind, end) for end in rank.ends)]
         if kind == "B" and candidate.recompute:
             parts.append((max(0, rank.blocks - candidate.saved_blocks), "F", "block"))
-        spent = [(number, self._seconds(candidate.tp, way, part, candidate.rows)) for number, way, part in parts]
+        spent = [(number, self._seconds(candidate.costed_tp, way, part, candidate.rows)) for number, way, part in parts]
         device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
+        if candidate.branches:
+            slowest = self._slowest(candidate.tp, candidate.rows)
+            device, exchange, host = slowest.half((device, exchange, host), self.profile.host_collective)
         return device, exchange, host + self._pass_host(candidate, kind, rank)
+
+    def _slowest_of(self, tp: int, rows: int) -> SlowestRank:
+        """With branches on slices of ``tp`` ranks: one microbatch on the slowest rank."""
+        return self._branches[tp].slowest(self.profile, rows)
 
     def _weight_gradients(self, candidate: Candidate, rank: Rank) -> float:
         """Seconds per microbatch of the weight gradients of a rank.
 
         They are half of the matrix products of its backward. The other half are the gradients of inputs.
         """
-        backward = self._layer_costs[candidate.tp].backward
+        backward = self._layer_costs[candidate.costed_tp].backward
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self.profile, candidate.rows, PRODUCTS) for n, calls in parts) / 2
 
-    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> MicrobatchSeconds:
+    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> PassSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
         layer_costs = self._layer_costs[tp]
         calls: Calls = getattr(layer_costs.forward if kind == "F" else layer_costs.backward, part)
@@ -178,12 +193,16 @@ class Estimator:
 
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
-        device = max(self._ranks.elements(candidate)) * self._updates(candidate.tp, candidate.dp_shard)
+        device = max(self._ranks.elements(candidate)) * self._updates(candidate.costed_tp, candidate.dp_shard)
         host = line_value(
-            self._layer_costs[candidate.tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
+            self._layer_costs[candidate.costed_tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
         mixed = self._gathers and self._itemsize < REDUCED  # then FSDP2 holds the parameters in every layout
-        host *= self.profile.update(dtensors=mixed or candidate.dp_shard * candidate.tp > 1)
+        over_tp = candidate.tp > 1
+        if candidate.branches:
+            branches = self._branches[candidate.tp]
+            host, over_tp = host * branches.share_of_tensors, branches.shards
+        host *= self.profile.update(dtensors=mixed or candidate.dp_shard > 1 or over_tp)
         return device + host if self.profile.cores else max(device, host)
 
     def _update_of(self, tp: int, shards: int) -> float:
@@ -198,13 +217,15 @@ class Estimator:
 
     def _synchronizations(self, candidate: Candidate) -> float:
         """How often a rank meets others in a step, as ``predict`` counts it: collectives, receives, clipping."""
-        layer_costs, microbatches = self._layer_costs[candidate.tp], candidate.microbatches
+        layer_costs, microbatches = self._layer_costs[candidate.costed_tp], candidate.microbatches
         rank = max(self._ranks.of(candidate), key=lambda rank: rank.blocks)
         units = rank.blocks + 1
         over_tp = sum(
             rank.blocks * calls.block.collectives + sum(getattr(calls, end).collectives for end in rank.ends)
             for calls in (layer_costs.forward, layer_costs.backward)
         )
+        if candidate.branches:
+            over_tp = self._slowest(candidate.tp, candidate.rows).collectives
         gathers = (microbatches if candidate.pp == 1 else 1) * (2 if candidate.reshard and candidate.pp == 1 else 1)
         over_data = units * (gathers + 1) if candidate.dp_shard > 1 else 0
         if candidate.dp_replicate > 1:
@@ -213,7 +234,7 @@ class Estimator:
         clipping = candidate.pp * candidate.data * candidate.tp > 1
         return microbatches * over_tp + over_data + receives + clipping
 
-    def _microbatch(self, *passes: MicrobatchSeconds) -> dict[str, float]:
+    def _microbatch(self, *passes: PassSeconds) -> dict[str, float]:
         """The terms of one microbatch, summed over its forward and its backward.
 
         On an accelerator, the term "host" has only the host time that exceeds the time of device and tp.
@@ -224,13 +245,13 @@ class Estimator:
         return {"compute": device, "tp": tp, "host": sum(_waits(host, device, tp) for device, tp, host in passes)}
 
     def _without_pipeline(
-        self, candidate: Candidate, forward: MicrobatchSeconds, backward: MicrobatchSeconds, blocks: int
+        self, candidate: Candidate, forward: PassSeconds, backward: PassSeconds, blocks: int
     ) -> dict[str, float]:
         """The terms of a step without a pipeline."""
         microbatch = self._microbatch(forward, backward)
         terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
         gathers = candidate.microbatches * (2 if candidate.reshard else 1)
-        terms["compute"] += self._copies(candidate, self._layer_costs[candidate.tp].total_elements, gathers)
+        terms["compute"] += self._copies(candidate, self._ranks.elements(candidate)[0], gathers)
         terms["host"] += self._job_host(candidate, gathers, forward, backward)
         if candidate.data > 1:
             hiding = [sum(self._microbatch(seconds).values()) for seconds in (forward, backward)]
@@ -240,7 +261,7 @@ class Estimator:
 
     def _exposed_data(self, candidate: Candidate, forward: float, backward: float, blocks: int) -> float:
         """Exposed seconds of gathers and reductions: those that compute does not hide. On a CPU, compute hides nothing."""
-        block, first, last = self._layer_costs[candidate.tp].elements
+        block, first, last = self._ranks.elements_of_parts(candidate)
         gather, (scatter, total) = self._gather(candidate, block), self._reductions(candidate, block)
         root = self._gather(candidate, first + last)
         hides = 0.0 if self.profile.cores else 1.0
@@ -260,7 +281,7 @@ class Estimator:
         """Seconds that compute takes longer because collectives of the data axes overlap with it."""
         if not self.profile.contention:
             return 0.0
-        block, first, last = self._layer_costs[candidate.tp].elements
+        block, first, last = self._ranks.elements_of_parts(candidate)
         collectives = 0.0
         for units, elements in ((blocks, block), (1, first + last)):
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
@@ -272,7 +293,7 @@ class Estimator:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
         ranks = self._ranks.of(candidate)
         # The forward and the backward of one microbatch, on each kind of rank.
-        passes: list[tuple[MicrobatchSeconds, MicrobatchSeconds]] = []
+        passes: list[tuple[PassSeconds, PassSeconds]] = []
         microbatches: list[dict[str, float]] = []  # their terms
         times: list[float] = []  # seconds of one microbatch on each rank
         weights: list[float] = []  # of these, seconds of weight gradients that a split backward delays
@@ -316,7 +337,7 @@ class Estimator:
                 (2 * itemsize / candidate.dp_shard, gathers),
                 (out, gathers),
             ]
-        units = self._layer_costs[candidate.tp].blocks // candidate.pp + 1
+        units = self._layer_costs[candidate.costed_tp].blocks // candidate.pp + 1
         return units * sum(
             times * self.profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
@@ -343,9 +364,7 @@ class Estimator:
         """Seconds of the host to gather, or to reduce, an FSDP unit. 0.0 without FSDP2."""
         return (self.profile.host_unit or self.profile.host_collective) if self._gathers else 0.0
 
-    def _job_host(
-        self, candidate: Candidate, gathers: int, forward: MicrobatchSeconds, backward: MicrobatchSeconds
-    ) -> float:
+    def _job_host(self, candidate: Candidate, gathers: int, forward: PassSeconds, backward: PassSeconds) -> float:
         """Seconds that a step waits for the host, besides its functions and what `_pass_host` counts.
 
         On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_send for sends and
@@ -358,7 +377,7 @@ class Estimator:
         """
         profile, units_host = (
             self.profile,
-            (self._layer_costs[candidate.tp].blocks // candidate.pp + 1) * self._unit_host,
+            (self._layer_costs[candidate.costed_tp].blocks // candidate.pp + 1) * self._unit_host,
         )
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
         if profile.cores:

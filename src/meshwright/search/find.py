@@ -1,6 +1,7 @@
 """``find_plans``: searches the fastest plans of a model for a number of devices.
 
     model ──► costs of layers, at each size of tp   a few rehearsals for each size (layer_costs.py)
+          ──► costs of its branches                 if it has any (branch_costs.py)
           ──► estimate of every candidate           arithmetic (estimate.py, space.py)
           ──► prediction of the best that fit       rehearsals by ``predict``, if asked for
           ──► sorted by predicted seconds
@@ -10,123 +11,33 @@ Deterministic: the same model and hardware give the same plans in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright.amounts import duration_text, size_text
 from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
-from meshwright.hardware.correction import Correction
-from meshwright.hardware.profile import Estimate, Profile
+from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
 from meshwright.plan.keys import SEARCHED
 from meshwright.prediction.predict import adamw_on, predict
 from meshwright.prediction.rehearsal import MakeOptimizer
-from meshwright.prediction.result import Prediction
 from meshwright.runtime.rows.batch import mapped, plain
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
+from meshwright.search import reasons
+from meshwright.search.branch_costs import BranchCosts
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
-from meshwright.search.space import Candidate, candidates, divisors
+from meshwright.search.result import Proposal, SearchResult
+from meshwright.search.space import Family, candidates, divisors
 
-MOST_TIMES = 11  # if a plan does not fit, the most powers of two by which the number of devices is multiplied
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan that was found.
-
-    Attributes:
-        plan: a complete plan, ready to run.
-        estimate: the search ranked the plan by it.
-        prediction: of ``predict``; None if the plan was not rehearsed.
-        measured: of a run on this machine; None if the plan was not run.
-    """
-
-    plan: Plan
-    estimate: CandidateEstimate
-    prediction: Prediction | None = None
-    measured: Prediction | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step: the prediction; without it, the estimate."""
-        return self.prediction.seconds.seconds if self.prediction is not None else self.estimate.seconds
-
-    @property
-    def nbytes(self) -> float:
-        """Peak bytes of the rank that needs most memory: the prediction; without it, the estimate."""
-        return float(self.prediction.peak) if self.prediction is not None else self.estimate.nbytes
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Lower and upper bound of the seconds."""
-        if self.prediction is not None:
-            return self.prediction.seconds.low, self.prediction.seconds.high
-        seconds = Estimate(self.estimate.seconds, self.estimate.scatter)
-        return seconds.low, seconds.high
-
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """Name of a part of the step → its seconds."""
-        return self.prediction.seconds.waterfall if self.prediction is not None else self.estimate.terms
-
-
-@dataclass(frozen=True)
-class RejectedFamily:
-    """A family of plans, with equal pp and tp, of which none fits in memory.
-
-    Attributes:
-        pp, tp: the sizes of these axes.
-        count: number of plans in the family.
-        least: the plan of the family that needs least memory.
-        nbytes: the bytes of a device that ``least`` needs.
-        capacity: the bytes that a device has.
-        change: the smallest change with which ``least`` would fit, as text; empty if there is none.
-    """
-
-    pp: int
-    tp: int
-    count: int
-    least: Candidate
-    nbytes: float
-    capacity: float
-    change: str = ""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-        plans: the best plans, at most one of each family (pp, tp), fastest first.
-        considered: number of candidates that were estimated.
-        fitting: number of these that fit in memory.
-        frontier: the Pareto frontier of seconds and bytes, by the estimates of the candidates that fit; smallest bytes first.
-        rejected: families of which no plan fits.
-        why: texts: why the first plan is faster than each of the others.
-        notes: texts about the limits of the search.
-        estimator: of all candidates.
-        correction: what the measured seconds of the plans say of the profile; None if no plan was run.
-    """
-
-    plans: tuple[Proposal, ...]
-    considered: int
-    fitting: int
-    frontier: tuple[CandidateEstimate, ...] = ()
-    rejected: tuple[RejectedFamily, ...] = ()
-    why: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    estimator: Estimator | None = field(default=None, repr=False, compare=False)
-    correction: Correction | None = None
 
 
 def find_plans(
@@ -157,7 +68,8 @@ def find_plans(
         global_batch: rows of a step. Default: the rows of ``batch``.
         hardware: a profile, its name, or the path of its YAML file.
         options: settings of every plan, such as ``precision`` and ``modules``, but not ``mesh``. The search does not vary
-            settings that are in ``options``. Default: ``bfloat16``; on a CPU, ``float32``.
+            settings that are in ``options``; ``branches: auto`` lets it place branches where they pay, as if it were absent.
+            Default: ``bfloat16``; on a CPU, ``float32``.
         loss: the loss function; see ``parallelize``.
         optimizer: makes the optimizer. Default: AdamW.
         max_norm: the largest gradient norm after clipping; None: no clipping.
@@ -235,12 +147,14 @@ class _Space:
     Attributes:
         estimates: of every candidate.
         pipelines: whether pipelines are among the candidates; True also for one device, where there can be none.
+        branches: the sizes of tp on slices of which branches are among the candidates.
         blocks: the names of the repeated blocks.
         estimator: of the candidates.
     """
 
     estimates: tuple[CandidateEstimate, ...]
     pipelines: bool
+    branches: tuple[int, ...]
     blocks: tuple[str, ...]
     estimator: Estimator
 
@@ -259,7 +173,7 @@ class _Space:
             tell: see ``find_plans``.
         """
         options = model.options
-        fixed = {key: value for key, value in options.items() if key not in SEARCHED}
+        fixed = {key: value for key, value in options.items() if key not in SEARCHED or key == "sequence_parallel"}
         rehearsals = Rehearsals(
             model.build,
             repeat_rows(model.batch, MANY_ROWS * DP_SHARD),
@@ -274,17 +188,22 @@ class _Space:
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
         itemsize = _ITEMSIZE[options.get("precision", "float32")]
-        estimator = Estimator(model.profile, layer_costs, recomputed, sends or 0.0, itemsize)
+        branches = _branch_costs(rehearsals, layer_costs, options, tell)
+        estimator = Estimator(model.profile, layer_costs, recomputed, sends or 0.0, itemsize, branches=branches)
         staged = blocks if sends is not None else 0
         every = [
-            *candidates(devices, per_node, model.rows, [*layer_costs], staged, options, recompute=bool(recomputed))
-        ]
+            *candidates(
+                devices, per_node, model.rows, [*layer_costs], staged, options, recompute=bool(recomputed),
+                branches=branches,
+            )
+        ]  # fmt: skip
         if options.get("recompute") is None:
             selective = [estimator.memory.selected(candidate, capacity) for candidate in every]
             every += [candidate for candidate in selective if candidate is not None]
         return cls(
             tuple(map(estimator.estimate, every)),
             bool(staged) or devices == 1,
+            tuple(branches),
             rehearsals.blocks,
             estimator,
         )
@@ -298,24 +217,15 @@ def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callab
     fitting = sorted((e for e in space.estimates if e.nbytes <= capacity), key=_order)
     proposed = partial(model.proposed, tell=tell) if verify else model.estimated
     plans = _best(fitting, partial(proposed, blocks=space.blocks), top)
-    rejected = _rejected(space.estimates, capacity, space.estimator.memory.peak)
+    rejected = reasons.rejected(space.estimates, capacity, space.estimator.memory.peak)
     if not plans:
-        raise _nothing(space, devices, model.rows, profile, model.options)
+        memory = space.estimator.memory.peak
+        raise reasons.nothing(space.estimates, memory, devices, model.rows, profile, model.options)
     return SearchResult(
-        tuple(plans), len(space.estimates), len(fitting), _frontier(fitting), rejected, tuple(_why(plans)),
-        tuple(_notes(model.options, pipelines=space.pipelines)), space.estimator,
+        tuple(plans), len(space.estimates), len(fitting), reasons.frontier(fitting), rejected, tuple(reasons.why(plans)),
+        tuple(reasons.notes(model.options, pipelines=space.pipelines, branches=space.branches, best=plans[0])),
+        space.estimator,
     )  # fmt: skip
-
-
-def _notes(options: Mapping[str, Any], *, pipelines: bool) -> Iterator[str]:
-    if not pipelines:
-        yield "nothing is repeated, or nowhere can be cut: no pipelines were looked at"
-    if options.get("sequence_parallel") is False:
-        yield "sequence_parallel: false: plans with tp were estimated as if it were true"
-    if options.get("schedule") == "gpipe":
-        yield "schedule: gpipe: pipelines were estimated as 1f1b"
-    if options.get("schedule") == "zero_bubble":
-        yield "schedule: zero_bubble: what halves of backwards copy and keep besides is not estimated, but rehearsed (--verify)"
 
 
 def _order(estimate: CandidateEstimate) -> tuple[float, float, str]:
@@ -375,6 +285,21 @@ def _layer_costs(
     return layer_costs
 
 
+def _branch_costs(
+    rehearsals: Rehearsals, tps: Collection[int], options: Mapping[str, Any], tell: Callable[[str], None]
+) -> dict[int, BranchCosts]:
+    """Size of tp → the costs of the model's branches on slices of it, for those of ``tps`` that the options allow."""
+    if options.get("branches") == "said" or options.get("sequence_parallel") or 1 not in tps:
+        return {}
+    branches: dict[int, BranchCosts] = {}
+    for tp in tps:
+        if tp > 1 and rehearsals.has_branches:
+            tell(f"planning branches on slices of tp={tp}")
+            if (costs := rehearsals.branch_costs(tp)) is not None:
+                branches[tp] = costs
+    return branches
+
+
 def repeat_rows(batch: Any, rows: int) -> Any:
     """A batch of ``rows`` rows: the rows of the sample, repeated in their order or cut off."""
     sample_rows = rows_of(batch)
@@ -395,7 +320,7 @@ def _best(
         top: number of plans. At most four times as many candidates are tried.
     """
     plans: list[Proposal] = []
-    families: set[tuple[int, int]] = set()
+    families: set[Family] = set()
     tried = 0
     for estimate in fitting:
         if estimate.candidate.family in families:
@@ -407,101 +332,3 @@ def _best(
         if len(plans) == top or tried == 4 * top:
             break
     return sorted(plans, key=lambda proposal: proposal.seconds)
-
-
-def _frontier(fitting: Iterable[CandidateEstimate]) -> tuple[CandidateEstimate, ...]:
-    """The Pareto frontier of bytes and seconds, smallest bytes first."""
-    frontier: list[CandidateEstimate] = []
-    for estimate in sorted(fitting, key=lambda e: (e.nbytes, e.seconds)):
-        if not frontier or estimate.seconds < frontier[-1].seconds:
-            frontier.append(estimate)
-    return tuple(frontier)
-
-
-def _rejected(
-    estimates: Sequence[CandidateEstimate], capacity: float, memory: Callable[[Candidate], float]
-) -> tuple[RejectedFamily, ...]:
-    """The families of which no candidate fits into ``capacity`` bytes. ``memory``: candidate → its peak bytes."""
-    families: dict[tuple[int, int], list[CandidateEstimate]] = {}
-    for estimate in estimates:
-        families.setdefault(estimate.candidate.family, []).append(estimate)
-    fitting = {family for family, members in families.items() if min(e.nbytes for e in members) <= capacity}
-    rejected = []
-    for (pp, tp), members in sorted(families.items()):
-        least = min(members, key=lambda e: (e.nbytes, e.seconds))
-        if least.nbytes > capacity:
-            change = _change(least.candidate, capacity, memory, fitting)
-            rejected.append(RejectedFamily(pp, tp, len(members), least.candidate, least.nbytes, capacity, change))
-    return tuple(rejected)
-
-
-def _change(
-    candidate: Candidate, capacity: float, memory: Callable[[Candidate], float], families: Collection[tuple[int, int]]
-) -> str:
-    """The smallest change with which a candidate would fit, as text: a larger family that fits, or more devices to shard over.
-
-    Args:
-        capacity: bytes of memory of a device.
-        memory: candidate → its peak bytes.
-        families: (pp, tp) of the families that fit.
-
-    Returns:
-        A text; empty if no change was found.
-    """
-    larger = [f for f in families if f[0] >= candidate.pp and f[1] >= candidate.tp]
-    nearest = min(larger, key=lambda f: (f[0] * f[1], f), default=None)
-    changes = [f"pp={nearest[0]}, tp={nearest[1]} on as many devices"] if nearest else []
-    for times in (2**i for i in range(1, MOST_TIMES)):
-        if memory(replace(candidate, dp_shard=times * candidate.dp_shard)) <= capacity:
-            changes.append(f"{times} times the devices, dp_shard={times * candidate.dp_shard}")
-            break
-    return " or ".join(changes)
-
-
-def _why(plans: Sequence[Proposal]) -> Iterable[str]:
-    """Texts about each plan but the first: how much longer it takes, and the term that differs most.
-
-    If the intervals of its seconds and those of the first plan overlap, another text says what to measure to decide.
-    """
-    best, *others = plans
-    for other in others:
-        more = {term: other.terms.get(term, 0.0) - best.terms.get(term, 0.0) for term in {**best.terms, **other.terms}}
-        term, seconds = max(more.items(), key=lambda item: item[1])
-        yield f"{other.plan.mesh} takes {duration_text(other.seconds - best.seconds)} longer: {term} {seconds * 1e3:+,.1f} ms"
-        if best.interval[1] >= other.interval[0]:
-            differs = max(more, key=lambda term: abs(more[term]))
-            surer = f"to be surer, run both, or measure {_decides(differs)}"
-            yield f"{other.plan.mesh} is within the interval of the first: {surer}"
-
-
-def _decides(term: str) -> str:
-    """What to measure of the hardware, as text, if two plans differ most in ``term``."""
-    if term == "tp" or term == "data" or term.startswith("communication"):
-        return f"collectives of these sizes on these devices, for the profile's links ({term} differs most)"
-    if "host" in term or "clip" in term or "optimizer" in term:
-        return f"what the host takes for a function, for the profile's host ({term} differs most)"
-    return f"products of these sizes on a device, for the profile's curves ({term} differs most)"
-
-
-def _nothing(space: _Space, devices: int, rows: int, profile: Profile, options: Mapping[str, Any]) -> PlanError:
-    """The error for a search in which no plan fits, or no mesh divides the batch."""
-    findings, estimates = Findings("this search"), space.estimates
-    if not estimates:
-        pieces = options.get("microbatches") or 1
-        divided = f" and {pieces} microbatches" if pieces > 1 else ""
-        findings.add(
-            where="global_batch", given=f"{rows} rows on {devices} devices",
-            required=f"rows that divide over the data ranks{divided} of some mesh", fix=f"global_batch={devices * pieces}",
-        )  # fmt: skip
-        return findings.error()
-    least = min(estimates, key=lambda e: e.nbytes)
-    capacity = (profile.memory - profile.context) / (1 + profile.reserve)
-    change = _change(least.candidate, capacity, space.estimator.memory.peak, ())
-    findings.add(
-        where="devices",
-        given=f"{devices} of {profile.name}; of {len(estimates)} plans, the one that needs least needs"
-        f" {size_text(round(least.nbytes))} on a device: {least.candidate.words}",
-        required=f"at most {size_text(round(capacity))}" + (f": {change}" if change else ""),
-        fix=f"devices={2 * devices}",
-    )  # fmt: skip
-    return findings.error()

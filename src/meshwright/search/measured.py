@@ -14,7 +14,8 @@ from meshwright.prediction.predict import measure
 from meshwright.prediction.rehearsal import MakeOptimizer
 from meshwright.runtime.rows.loss import Loss
 from meshwright.runtime.rows.microbatches import rows_of
-from meshwright.search.find import Proposal, SearchResult, repeat_rows
+from meshwright.search.find import repeat_rows
+from meshwright.search.result import Proposal, SearchResult
 from meshwright.workers.pool import LocalWorkers
 
 

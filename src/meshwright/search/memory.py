@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from meshwright.search.layer_costs import LayerCosts
@@ -19,6 +19,7 @@ class MemoryEstimator:
 
     Args:
         ranks: the ranks of the pipeline axis.
+        share: candidate → activations of a rank / those in ``layer_costs``.
     """
 
     def __init__(
@@ -28,16 +29,18 @@ class MemoryEstimator:
         recomputed: float,
         itemsize: int,
         reduced: int,
+        share: Callable[[Candidate], float] = lambda candidate: 1.0,
         *,
         gathers: bool,
     ) -> None:
+        self._share = share
         self._layer_costs, self._ranks, self._recomputed = layer_costs, ranks, recomputed
         self._itemsize, self._reduced, self._gathers = itemsize, reduced, gathers
 
     def peak(self, candidate: Candidate) -> float:
         """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
-        layer_costs = self._layer_costs[candidate.tp]
-        per_recomputed_block = self._recomputed / (candidate.tp if layer_costs.sequence else 1)
+        layer_costs, share = self._layer_costs[candidate.costed_tp], self._share(candidate)
+        per_recomputed_block = self._recomputed / (layer_costs.tp if layer_costs.sequence else 1)
         # The activations of one block while it is recomputed. The memory of the loss is free by then.
         recomputing = layer_costs.activations * candidate.rows if candidate.recompute else 0.0
         base, slope = layer_costs.other
@@ -51,7 +54,8 @@ class MemoryEstimator:
             ranks_before = candidate.pp - 1 if "last" in rank.ends else index
             microbatches = in_flight(candidate, ranks_before)
             rest = other if "last" in rank.ends else base + recomputing
-            peak = max(peak, self._peak(candidate, elements, microbatches * per_row * candidate.rows + rest))
+            activations = microbatches * per_row * candidate.rows + rest
+            peak = max(peak, self._peak(candidate, elements, share * activations))
         return peak
 
     def _peak(self, candidate: Candidate, elements: float, activations: float) -> float:
@@ -61,7 +65,7 @@ class MemoryEstimator:
             elements: parameter elements of the rank, before sharding.
             activations: bytes of activations.
         """
-        layer_costs = self._layer_costs[candidate.tp]
+        layer_costs = self._layer_costs[candidate.costed_tp]
         if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
             gathered = layer_costs.unsharded
         else:
@@ -85,7 +89,7 @@ class MemoryEstimator:
             None if no block can keep its activations, or all can; if the candidate does not recompute all of its blocks; or if
             the blocks do not divide evenly over the stages.
         """
-        blocks, chunks = self._layer_costs[candidate.tp].blocks, candidate.chunks
+        blocks, chunks = self._layer_costs[candidate.costed_tp].blocks, candidate.chunks
         if not candidate.recompute or candidate.saved_blocks or blocks % (candidate.pp * chunks):
             return None
         if self.peak(replace(candidate, recompute=False)) <= capacity or self.peak(candidate) > capacity:

@@ -31,16 +31,17 @@ class PipelineRanks:
 
     Args:
         layer_costs: size of tp → the costs of its layers at that size.
+        shares: size of tp → the fraction of all parameter elements on the fullest rank, if branches are on slices of tp.
     """
 
-    def __init__(self, layer_costs: Mapping[int, LayerCosts]) -> None:
-        self._layer_costs = layer_costs
+    def __init__(self, layer_costs: Mapping[int, LayerCosts], shares: Mapping[int, float] | None = None) -> None:
+        self._layer_costs, self._shares = layer_costs, shares or {}
         self._blocks = cache(self._blocks_of)
 
     def of(self, candidate: Candidate) -> tuple[Rank, ...]:
         """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
         if candidate.pp == 1:
-            return (Rank(1, self._layer_costs[candidate.tp].blocks, ("first", "last")),)
+            return (Rank(1, self._layer_costs[candidate.costed_tp].blocks, ("first", "last")),)
         blocks = self._blocks(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
         other_stages = (candidate.chunks - 1) * blocks.between  # blocks of a rank's stages but the first or last one
         first = Rank(1, blocks.first + other_stages, ("first",))
@@ -51,12 +52,24 @@ class PipelineRanks:
 
     def elements(self, candidate: Candidate) -> list[float]:
         """The number of parameter elements of each entry of ``of``, before they are sharded over data ranks."""
-        layer_costs = self._layer_costs[candidate.tp]
-        block, first, last = layer_costs.elements
-        ends = {"first": first, "last": last}
         if candidate.pp == 1:
-            return [layer_costs.total_elements]
+            return [self._share(candidate) * self._layer_costs[candidate.costed_tp].total_elements]
+        block, first, last = self.elements_of_parts(candidate)
+        ends = {"first": first, "last": last}
         return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self.of(candidate)]
+
+    def elements_of_parts(self, candidate: Candidate) -> tuple[float, float, float]:
+        """Parameter elements on one rank of tp: of (a block, the layers before all blocks, the layers after them).
+
+        With branches, the parameters of the fullest rank are divided like those of one device.
+        """
+        block, first, last = self._layer_costs[candidate.costed_tp].elements
+        share = self._share(candidate)
+        return share * block, share * first, share * last
+
+    def _share(self, candidate: Candidate) -> float:
+        """Elements of the fullest rank / those of ``LayerCosts``."""
+        return self._shares[candidate.tp] if candidate.branches else 1.0
 
     def _blocks_of(self, tp: int, stages: int, rows: int) -> StageBlocks:
         """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""

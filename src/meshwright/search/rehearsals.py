@@ -14,14 +14,18 @@ from typing import Any
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
 from meshwright.plan import Plan
+from meshwright.planning.concurrent import concurrent
 from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
+from meshwright.prediction.branches.compare import PlannedRegions
 from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
 from meshwright.prediction.shapes import Shapes
-from meshwright.runtime.rows.loss import Loss
-from meshwright.runtime.rows.microbatches import take_rows
+from meshwright.runtime.rows.batch import copied
+from meshwright.runtime.rows.loss import Loss, output_loss
+from meshwright.runtime.rows.microbatches import call_model, take_rows
+from meshwright.search.branch_costs import BranchCosts
 from meshwright.search.layer_costs import (
     DP_SHARD,
     FEW_BLOCKS,
@@ -114,6 +118,22 @@ class Rehearsals:
         except PlanError:
             return None
         return float(max(stage.sends for stage in recipe.stages))
+
+    def branch_costs(self, tp: int) -> BranchCosts | None:
+        """The branches of the full model on slices of ``tp`` ranks; None if what is found cannot run at the same time."""
+        plan = Plan.parse({**self.options, "mesh": {"tp": tp}, "branches": "auto"})
+        batch, loss = take_rows(self.batch, 0, FEW_ROWS), self.loss or output_loss
+        try:
+            return BranchCosts(PlannedRegions.of(self.build, batch, plan, loss))
+        except PlanError:
+            return None
+
+    @cached_property
+    def has_branches(self) -> bool:
+        """Whether modules could run at the same time: in the model with few blocks, as in the full one."""
+        batch, loss = take_rows(self.batch, 0, FEW_ROWS), self.loss or output_loss
+        planned = self._rehearsal(self._few.most, 1).planned
+        return bool(concurrent(planned.graph(lambda model: loss(call_model(model, copied(batch))))))
 
     @property
     def blocks(self) -> tuple[str, ...]:

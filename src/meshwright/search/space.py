@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.plan.keys import SEARCHED
 
 LARGEST_STAGES = 64
 CHUNKS = (1, 2, 4)
+
+
+class Family(NamedTuple):
+    """The settings of a plan that determine most of its memory and time. ``branches``: see ``Candidate``."""
+
+    pp: int
+    tp: int
+    branches: bool = False
+
+    @property
+    def words(self) -> str:
+        """The family for a person."""
+        return f"pp={self.pp}, tp={self.tp}" + (" with branches" if self.branches else "")
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class Candidate:
         reshard: whether FSDP frees gathered parameters after the forward.
         saved_blocks: number of blocks of a rank that save their activations although ``recompute`` is on.
         split: whether backwards are split (schedule ``zero_bubble``). Only with one stage a rank, and without recomputation.
+        branches: whether blocks that can run at the same time are placed on slices of tp. Only without a pipeline.
     """
 
     pp: int
@@ -38,6 +52,7 @@ class Candidate:
     reshard: bool = True
     saved_blocks: int = 0
     split: bool = False
+    branches: bool = False
 
     @property
     def schedule(self) -> str:
@@ -49,9 +64,14 @@ class Candidate:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def family(self) -> tuple[int, int]:
-        """(pp, tp). These sizes determine most of memory and time."""
-        return self.pp, self.tp
+    def costed_tp(self) -> int:
+        """The size of tp whose ``LayerCosts`` count: with branches, those of one device."""
+        return 1 if self.branches else self.tp
+
+    @property
+    def family(self) -> Family:
+        """Its family."""
+        return Family(self.pp, self.tp, self.branches)
 
     @property
     def schedule_words(self) -> str:
@@ -71,6 +91,7 @@ class Candidate:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
         more = [
+            "branches" if self.branches else "",
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"recompute {self.recompute_words}" if self.recompute else "",
         ]
@@ -86,7 +107,9 @@ class Candidate:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
         plan: dict[str, Any] = {"mesh": mesh, "microbatches": self.microbatches}
-        if self.tp > 1:
+        if self.branches:
+            plan["branches"] = "auto"
+        elif self.tp > 1:
             plan["sequence_parallel"] = True
         if self.recompute:
             plan["recompute"] = "blocks"
@@ -101,7 +124,8 @@ class Candidate:
             plan["schedule"] = self.schedule
         if self.pp == 1 and self.dp_shard > 1 and not self.reshard:
             plan["reshard_after_forward"] = False
-        return {**plan, **options}
+        # ``branches: auto`` among the options leaves it to the search whether branches pay.
+        return {**plan, **{key: value for key, value in options.items() if (key, value) != ("branches", "auto")}}
 
     def agrees(self, options: Mapping[str, Any]) -> bool:
         """Whether the candidate has the settings in ``options``. Settings that do not apply to it are ignored."""
@@ -164,6 +188,7 @@ def candidates(
     options: Mapping[str, Any] | None = None,
     *,
     recompute: bool,
+    branches: Collection[int] = (),
 ) -> Iterator[Candidate]:
     """All candidates for a number of devices that agree with the settings in ``options``.
 
@@ -175,6 +200,7 @@ def candidates(
         blocks: number of repeated blocks. A pipeline has at most as many stages.
         options: settings of every plan.
         recompute: whether blocks may be recomputed.
+        branches: the sizes of tp on slices of which branches of the model can run.
     """
     fixed = varied(options or {})
     if not recompute:
@@ -184,6 +210,8 @@ def candidates(
         candidate = replace(unsplit, split=unsplit.pp > 1 and fixed.get("schedule") == "zero_bubble")
         if candidate.agrees(fixed) and not (candidate.split and candidate.recompute):
             yield candidate
+            if candidate.pp == 1 and candidate.tp in branches:
+                yield replace(candidate, branches=True)
 
 
 def _all(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -56,29 +56,71 @@ def compare_branches(
         PlanError: every problem of the plan or the profile; or no branches of the plan can run at the same time.
         ValueError: ``tables`` names no branch, or less than one rank.
     """
-    plan, loss = Plan.parse(plan), loss or output_loss
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    recipe = Planned(build, plan, batch, loss, whole_batch=True).recipe
-    rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
-    microbatch = take_rows(batch, 0, rows)
-    planned = Planned(build, plan, microbatch, loss)
-    graph = planned.graph(lambda model: loss(call_model(model, copied(microbatch))))
-    regions = _regions(planned, recipe, graph, rows)
-    event_costs = EventCosts(graph, profile, Parameters.of(recipe))
-    measured = _seconds_by_branch(tables or {}, regions)
-    planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
+    planned = PlannedRegions.of(build, batch, Plan.parse(plan), loss or output_loss)
+    measured = _seconds_by_branch(tables or {}, planned.regions)
+    return Comparison(profile, tuple(map(_compared, planned.costs(profile, measured))))
 
-    @cache
-    def shards(tp: int) -> Mapping[str, Shard]:
-        """The parameters that are sharded over ``tp`` ranks without branches; if not planned, as over the next fewer ranks."""
-        if tp not in planned_sizes:
-            below = shards(max(n for n in planned_sizes if n < tp))
-            return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
-        recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
-        return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
 
-    costs = [RegionCost(region, recipe.places, event_costs, rows, shards, measured) for region in regions]
-    return Comparison(profile, tuple(map(_compared, costs)))
+@dataclass(frozen=True)
+class PlannedRegions:
+    """The regions of the branches of a plan, in the recorded forward of a microbatch.
+
+    Attributes:
+        recipe: of the plan.
+        graph: the recorded forward.
+        regions: the regions, in the order in which they run.
+        rows: rows of the recorded microbatch on a data rank.
+        shards: a number of tensor-parallel ranks → the parameters that are sharded over so many ranks without branches.
+    """
+
+    recipe: Recipe
+    graph: ModelGraph
+    regions: list[Region]
+    rows: int
+    shards: Callable[[int], Mapping[str, Shard]]
+
+    @classmethod
+    def of(cls, build: Build, batch: Any, plan: Plan, loss: Loss) -> PlannedRegions:
+        """Plans a model, and records its forward. For the arguments and the error, see ``compare_branches``."""
+        recipe = Planned(build, plan, batch, loss, whole_batch=True).recipe
+        rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
+        microbatch = take_rows(batch, 0, rows)
+        planned = Planned(build, plan, microbatch, loss)
+        graph = planned.graph(lambda model: loss(call_model(model, copied(microbatch))))
+        regions = _regions(planned, recipe, graph, rows)
+        planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}
+
+        @cache
+        def shards(tp: int) -> Mapping[str, Shard]:
+            """The sharded parameters; if not planned, as over the next fewer ranks."""
+            if tp not in planned_sizes:
+                below = shards(max(n for n in planned_sizes if n < tp))
+                return {n: even_shard(c.dim, c.size, tp) for n, c in below.items()}
+            recipe_of_tp = Planned(build, _without_branches(plan, tp), microbatch, loss).recipe
+            return {n: p.tp for n, p in recipe_of_tp.by_name.items() if isinstance(p.tp, Shard)}
+
+        return cls(recipe, graph, regions, rows, shards)
+
+    def costs(
+        self, profile: Profile, measured: Mapping[tuple[str, int], float] | None = None, scale: float = 1.0
+    ) -> list[RegionCost]:
+        """The costs of the regions.
+
+        Args:
+            profile: the hardware.
+            measured: (branch, number of ranks) → measured seconds, in place of predicted ones.
+            scale: rows of a microbatch on a data rank / ``rows``.
+        """
+        event_costs = self.event_costs(profile)
+        return [
+            RegionCost(region, self.recipe.places, event_costs, self.rows, self.shards, measured or {}, scale)
+            for region in self.regions
+        ]
+
+    def event_costs(self, profile: Profile) -> EventCosts:
+        """The costs of the events of the forward."""
+        return EventCosts(self.graph, profile, Parameters.of(self.recipe))
 
 
 def _compared(cost: RegionCost) -> RegionWays:

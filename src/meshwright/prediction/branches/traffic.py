@@ -47,6 +47,13 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.moves + other.moves)
 
+    def scaled(self, factor: float) -> Traffic:
+        """As many collectives of ``factor`` times the bytes."""
+        if factor == 1.0:
+            return self
+        moves = tuple(move._replace(nbytes=factor * move.nbytes) for move in self.moves)
+        return Traffic(self.calls, round(factor * self.bytes), moves)
+
     def seconds(self, profile: Profile) -> float:
         """Seconds of all these collectives, one after another."""
         return sum(

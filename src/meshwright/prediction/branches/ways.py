@@ -149,6 +149,7 @@ class RegionCost:
         rows: rows of the recorded batch; None: it has none.
         shards: number of tensor-parallel ranks → shards of the parameters.
         measured_seconds: (name of a branch, number of ranks) → measured seconds, in place of predicted ones.
+        scale: rows of the costs / ``rows``. It scales work and bytes of values; bytes of parameters stay.
     """
 
     def __init__(
@@ -159,9 +160,10 @@ class RegionCost:
         rows: int | None,
         shards: ShardsByRanks,
         measured_seconds: Mapping[tuple[str, int], float],
+        scale: float = 1.0,
     ) -> None:
         self.region, self.places, self.event_costs, self.rows = region, places, event_costs, rows
-        self.shards, self.measured_seconds = shards, measured_seconds
+        self.shards, self.measured_seconds, self.scale = shards, measured_seconds, scale
         self.profile = event_costs.profile
 
     @property
@@ -223,7 +225,7 @@ class RegionCost:
         """The predicted cost of a branch on a mesh that no other branch uses."""
         data, tp = mesh.axis_size("dp_replicate") * mesh.axis_size("dp_shard"), mesh.axis_size("tp")
         positions, shards = list(branch.positions), self.shards(tp) if tp > 1 else {}
-        rows = self._share(data) if branch.apart else 1.0
+        rows = self._share(data) if branch.apart else self.scale
         spent = (
             self.event_costs.over_tp(positions, shards, tp, rows)
             if tp > 1
@@ -235,7 +237,7 @@ class RegionCost:
 
     def _share(self, pieces: int) -> float:
         """The fraction of the rows on the rank that has most of them, if they are split over ``pieces`` ranks."""
-        return 1.0 if self.rows is None else ceil(self.rows / pieces) / self.rows
+        return self.scale if self.rows is None else ceil(self.rows * self.scale / pieces) / self.rows
 
     # --- ways -------------------------------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class RegionCost:
         ranks, region = self.ranks, self.region
         share, note = self._share(ranks), ""
         if not all(b.apart for b in region.branches):
-            share, note = 1.0, "rows depend on each other: each rank runs all rows"
+            share, note = self.scale, "rows depend on each other: each rank runs all rows"
         elif self.rows is None or self.rows < ranks:
             note = f"{self.rows or 'no'} row{'s' * (self.rows != 1)}: {ranks - (self.rows or 1)} of {ranks} ranks have none"
         spent = self._by_tables(self.event_costs.on_one_device(region.positions, share)) + self._added_by_job(
@@ -262,10 +264,27 @@ class RegionCost:
 
     def _by_tensor(self) -> RegionStrategy:
         shards = self.shards(self.ranks) if self.ranks > 1 else {}
-        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, shards, self.ranks))
+        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, shards, self.ranks, self.scale))
         names = self.event_costs.names(self.region.positions)
         note = "" if any(n in shards for n in names) else "no parameter of the region can be sharded"
         return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
+
+    def slowest_branch(self) -> EventCost:
+        """The cost on the rank whose branches take longest at their places, with forks and join, without what a job adds."""
+        submeshes = [self.places[branch.place] for branch in self.region.branches]
+        placed = [self._placed(branch, places) for branch, places in zip(self.region.branches, submeshes, strict=True)]
+        by_rank = self._spent_by_rank(submeshes, placed, self._crossing(self.places))
+        return max(by_rank, key=lambda spent: spent.seconds(self.profile))
+
+    @staticmethod
+    def _spent_by_rank(
+        submeshes: Sequence[Submesh], costs: Sequence[BranchCost], crossing: Sequence[Traffic]
+    ) -> list[EventCost]:
+        """For each rank, the cost of the branches that it runs. ``crossing``: its collectives in forks and the join."""
+        return [
+            sum((costs[i].spent for i in _branches_on(rank, submeshes)), EventCost(traffic=traffic))
+            for rank, traffic in enumerate(crossing)
+        ]
 
     def _by_tables(self, spent: EventCost) -> EventCost:
         """``spent`` times measured ÷ predicted seconds of all branches on one device. Without tables the factor is 1."""
@@ -283,11 +302,10 @@ class RegionCost:
         in_job = [self._in_job(branch, cost) for branch, cost in zip(region.branches, alone, strict=True)]
         submeshes = [places[branch.place] for branch in region.branches]
         crossing = self._crossing(places)
-        spent_by_rank, branch_seconds = [], []
-        for rank, traffic in enumerate(crossing):
-            costs_on_rank = [in_job[i] for i in _branches_on(rank, submeshes)]
-            spent_by_rank.append(sum((cost.spent for cost in costs_on_rank), EventCost(traffic=traffic)))
-            branch_seconds.append(sum(cost.seconds for cost in costs_on_rank))
+        spent_by_rank = self._spent_by_rank(submeshes, in_job, crossing)
+        branch_seconds = [
+            sum(in_job[i].seconds for i in _branches_on(rank, submeshes)) for rank in range(len(crossing))
+        ]
         # All ranks wait for the slowest branch, and then for the slowest part of the exchange.
         seconds = max(branch_seconds) + max(EventCost(traffic=traffic).seconds(self.profile) for traffic in crossing)
         slowest = max(spent_by_rank, key=lambda spent: spent.seconds(self.profile))
@@ -308,7 +326,7 @@ class RegionCost:
         graph, region = self.event_costs.graph, self.region
         joins = join_traffic(graph, region.join, places, self.rows)
         forks = fork_traffic(graph, region.forks, region.join.around, places, self.rows)
-        return [fork + join for fork, join in zip(forks, joins, strict=True)]
+        return [(fork + join).scaled(self.scale) for fork, join in zip(forks, joins, strict=True)]
 
     def _placed(self, branch: Branch, submesh: Submesh) -> BranchCost:
         """The cost of a branch on its place, measured if it is in the tables."""
