@@ -46,6 +46,17 @@ def test_few_bytes_take_the_steps_of_a_ring(kind, steps) -> None:
     assert collective(toy(start=5e-6), kind, 0, Group(8, 8)).seconds == pytest.approx(5e-6 + steps * STEP)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_gloo_leaves_out_the_steps_of_a_tensor_with_fewer_elements_than_segments(ranks) -> None:
+    gloo, group, steps = toy(segment=4), Group(ranks, 8), 2 * (ranks - 1)
+    for elements in (1, ranks, 2 * ranks, 64 * ranks):
+        share = min(1.0, elements / (2 * ranks))
+        assert collective(gloo, "all_reduce", 4 * elements, group).seconds == pytest.approx(
+            share * steps * STEP, rel=0.1
+        )
+    assert collective(gloo, "all_gather", 4, group).seconds == pytest.approx((ranks - 1) * STEP, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_of_one_takes_nothing(kind) -> None:
     assert collective(toy(), kind, BIG, Group(1, 1)) == Estimate(0.0)

@@ -183,7 +183,8 @@ def test_whatever_stands_under_a_key_is_read_or_told(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["devices", "latency", "bandwidth", "efficiency", "scatter", "start", "in_switch", "mesh", "nonsense"]
+    "key",
+    ["devices", "latency", "bandwidth", "efficiency", "scatter", "start", "in_switch", "mesh", "segment", "nonsense"],
 )
 def test_whatever_stands_in_a_link_is_read_or_told(key: str) -> None:
     values = yaml.safe_load(SMALL)
@@ -210,7 +211,7 @@ def test_numbers_that_no_unit_makes_round_read_back() -> None:
         bandwidth=1 / 3 * 1e11,
         host=1 / 7 * 1e-6,
         streaming=Curve(((1000 / 3, 0.1234567890123), (1e7, 1.0))),
-        node=replace(profile.node, start=1e-9 / 3, mesh=True, in_switch=1 / 3),
+        node=replace(profile.node, start=1e-9 / 3, mesh=True, in_switch=1 / 3, segment=4),
         cores=2,
         skew=Curve(((1 / 300, 0.2), (1 / 7, 0.05))),
     )

@@ -6,7 +6,7 @@ node and across nodes; ``T(b)`` and ``T'(b)``: seconds in which a device sends `
 
 | collective | algorithm | steps | bytes | where |
 | --- | --- | --- | --- | --- |
-| all-reduce | ring | 2(n−k)α + 2(k−1)α' | max(T(2(n−1)/n·S), T'(2(n−1)/n·S/g)) | `_ring` |
+| all-reduce | ring | (2(n−k)α + 2(k−1)α') · min(1, S / (2n · segment)) | max(T(2(n−1)/n·S), T'(2(n−1)/n·S/g)) | `_ring` |
 | | tree | 2(g−1)α + 2⌈log2 k⌉α' | max(T(2S), T'(2S/g)) / 0.92; T'(S/g) on two nodes | `_tree` |
 | | in the switch | 2⌈log2 k⌉α' | max(T((1+1/g)·S) / in_switch, T'(2S/g)); T'(S/g) on two nodes | `_in_switch` |
 | all-gather, reduce-scatter | ring | (n−k)α + (k−1)α' | max(T((n−1)/n·S), T'((n−1)/n·S/g)) | `_ring` |
@@ -166,14 +166,18 @@ def _ring(wires: _Wires, kind: str, size: float) -> Estimate:
     """Ring: each rank sends to the next rank, and its part of the bytes passes all ranks once, in an all-reduce twice.
 
     An all-reduce is a reduce-scatter followed by an all-gather: 2(n−1) steps of S/n bytes. A broadcast sends all bytes, in
-    small pieces that follow each other (pipelined).
+    small pieces that follow each other (pipelined). gloo divides an all-reduce into 2n segments of at least one element, so
+    that a rank leaves out steps of a tensor of fewer elements (pytorch/gloo, allreduce.cc: ``ring``).
     """
     group = wires.group
     n, k, g = group.ranks, group.nodes, group.fewest
     rounds = 2 if kind == "all_reduce" else 1
     sent = size if kind == "broadcast" else rounds * (n - 1) / n * size
-    latency = wires.start + rounds * ((n - k) * wires.node.latency + (k - 1) * wires.network.latency)
-    return wires.estimate(latency, wires.within(sent), wires.across(sent / g))
+    steps = rounds * ((n - k) * wires.node.latency + (k - 1) * wires.network.latency)
+    segment = (wires.network if k > 1 else wires.node).segment
+    if kind == "all_reduce" and segment:
+        steps *= min(1.0, size / (2 * n * segment))
+    return wires.estimate(wires.start + steps, wires.within(sent), wires.across(sent / g))
 
 
 def _tree(wires: _Wires, kind: str, size: float) -> Estimate:

@@ -28,8 +28,9 @@ SEGMENTS = (4e-3, 16e-3, 64e-3)
 """CPU seconds that ranks compute between two collectives, when ``measured_skew`` times them."""
 
 CALLS = 4  # number of collectives between two readings of the clock
-MESSAGES = (4, *(4**i * 2**12 for i in range(7)))
-"""Bytes of the timed all-reduces: 4 B, and 4 KiB to 16 MiB."""
+MESSAGES = tuple(4**i * 2**12 for i in range(7))
+"""Bytes of the timed all-reduces: 4 KiB to 16 MiB."""
+_SEGMENT = 4  # bytes of an element of float32: gloo divides a tensor into segments of at least one element
 
 
 def measured_link(
@@ -38,9 +39,9 @@ def measured_link(
     """Measures the link between the ranks of a group with all-reduces of growing size.
 
     Collective: every rank of the group calls this function, and all get equal links. The smallest all-reduce takes 2(n−1)
-    times the latency; a larger one takes in addition the time of 2(n−1)/n · S bytes (a ring). So the link is right for
-    groups of about this number of ranks. All-gathers and reduce-scatters are timed too: `Link.kinds` is the ratio between
-    their time and the time of a ring over this link.
+    times the latency; a larger one takes in addition the time of 2(n−1)/n · S bytes (a ring). The smallest has many times
+    more elements than ranks, because gloo leaves out steps of tensors with fewer (`Link.segment`). All-gathers and
+    reduce-scatters are timed too: `Link.kinds` is the ratio between their time and the time of a ring over this link.
 
     Args:
         group: default: all ranks.
@@ -71,9 +72,10 @@ def measured_link(
         scatter=round(min(1.0, max(LEAST, scatter)), 3),
         name=name,
         source=f"measured_link, {date.today().isoformat()}, {ranks} ranks",
+        segment=_SEGMENT,
     )
     return replace(
-        link, kinds={kind: _times(link, kind, sizes[3::2], group, rounds) for kind in ("all_gather", "reduce_scatter")}
+        link, kinds={kind: _times(link, kind, sizes[2::2], group, rounds) for kind in ("all_gather", "reduce_scatter")}
     )
 
 

@@ -144,6 +144,8 @@ class Link:
             then uses (r − 1)/(d − 1) of the bandwidth.
         kinds: collective → its seconds / the seconds of its algorithm, if a backend uses another algorithm: gloo runs an
             all-reduce in place of a reduce-scatter. Default: 1.
+        segment: bytes of the smallest part of a tensor that an all-reduce sends. gloo sends a tensor in 2n parts; a tensor
+            of fewer elements leaves out steps. 0: no steps are left out.
     """
 
     latency: float
@@ -156,6 +158,7 @@ class Link:
     in_switch: float = 0.0
     mesh: bool = False
     kinds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    segment: float = 0.0
 
     def seconds(self, sent: float, share: float = 1.0) -> float:
         """bytes / (share · bandwidth · e(bytes)): seconds in which one device sends ``sent`` bytes, without latency."""

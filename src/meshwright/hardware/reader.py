@@ -44,7 +44,7 @@ _SIZES = ("memory", "context", "per_group")
 _TIMES = ("launch", "host", "host_backward", *ABSENT)
 _CURVES = ("matmul", "attention")
 _LINK = {"latency": "1 us", "bandwidth": "450 GB/s", "efficiency": "{1 MiB: 0.3, 1 GiB: 0.8}", "scatter": "0.1"}
-_LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh", "kinds")
+_LINK_KEYS = (*_LINK, "source", "start", "in_switch", "mesh", "kinds", "segment")
 _REQUIRED = {
     "name": "h100-lab",
     "source": "data sheet of NVIDIA",
@@ -264,6 +264,7 @@ class _Reader:
             "in_switch": self.fraction(entries, "in_switch", path),
             "mesh": entries.get("mesh", False),
             "kinds": self.times(entries, "kinds", path),
+            "segment": self.quantity_of(entries, "segment", "B", path, zero=True),
         }
         if not isinstance(fields["mesh"], bool):
             self.add((*path, "mesh"), flow(fields["mesh"]), "true or false", "mesh: true")

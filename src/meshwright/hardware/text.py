@@ -63,6 +63,7 @@ def _link(link: Link) -> dict[str, Any]:
         **({"in_switch": link.in_switch} if link.in_switch else {}),
         **({"mesh": True} if link.mesh else {}),
         **({"kinds": dict(link.kinds)} if link.kinds else {}),
+        **({"segment": spell_quantity(link.segment, "B")} if link.segment else {}),
     }
 
 
