@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pydoc_data.topics import topics
 
 import torch
@@ -27,7 +28,8 @@ from meshwright.amounts import count_text, size_text
 from meshwright.draw import console as consoles
 from meshwright.draw import plans
 from meshwright.draw.terminal import render
-from meshwright.hardware import Profile, calibrate, measured_link
+from meshwright.hardware import Profile, calibrate, measured_link, measured_skew
+from meshwright.prediction.job_costs import job_costs
 from meshwright.search.measured import measured
 from meshwright.train import loop
 from meshwright.workers.pool import LocalWorkers, report
@@ -75,14 +77,11 @@ def train(steps: int) -> float:
 
 
 def machine(workers: LocalWorkers) -> Profile:
-    """This machine, measured in a few seconds; ``meshwright calibrate`` takes longer, and is surer."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        profile = calibrate(rounds=3, budget=0.3)
-    finally:
-        torch.set_num_threads(threads)
-    return replace(profile, node=workers.run(measured_link, ranks=2)[0])
+    """This machine, with fewer repetitions than ``meshwright calibrate``, which is surer."""
+    profile = workers.run(partial(calibrate, rounds=3, budget=1.0), ranks=2)[0]  # while two processes compute
+    link = workers.run(partial(measured_link, rounds=3), ranks=4)[0]
+    waiting = workers.run(partial(measured_skew, cores=profile.cores, budget=0.2), ranks=4)[0]
+    return job_costs(replace(profile, node=link, skew=waiting), workers, steps=4)
 
 
 def main(steps: int = STEPS) -> int:
@@ -105,7 +104,7 @@ def main(steps: int = STEPS) -> int:
         print(verdict)
         console.print("\n[bold]The plan[/] that mesh: auto would have chosen for 8 processes of this machine")
         found = mw.find_plans(build, rows(ids[:ROWS]), devices=8, hardware=machine(workers), top=1, verify=True)
-        found = measured(found, build, rows(ids[:ROWS]), steps=2, workers=workers)
+        found = measured(found, build, rows(ids[:ROWS]), steps=4, workers=workers)
         console.print(plans.measured_table(found))
         console.print(
             "predicted for processes that share the cores with each other alone; what else runs here counts",
