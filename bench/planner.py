@@ -1,6 +1,6 @@
 """The planner against this machine: predicted and measured steps of many layouts, and what its choice costs.
 
-    meshwright calibrate && python bench/planner.py [--keep] [--models decoder vision U-Net] [--rounds 3] [--ranks 8]
+    meshwright calibrate && python bench/planner.py [--keep] [--models decoder vision …] [--rounds 3] [--ranks 8]
 
 For each model, on local processes of this machine (gloo, one thread each):
 
@@ -43,6 +43,7 @@ from meshwright.workers.pool import LocalWorkers, WorkerError
 
 WARM = 5  # steps before those that are timed: in the first rows are tried, in the next two blocks are recorded
 FOUND = "found by find_plans"
+FOUR = ["decoder", "vision", "U-Net", "two towers, two rows"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {"mesh": "dp_shard=1"},
     "dp_replicate=2": {"mesh": "dp_replicate=2"},
@@ -61,12 +62,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp=2,dp_shard=4": {"mesh": "pp=2,dp_shard=4", "microbatches": 2},
     "dp_shard=2, recompute": {"mesh": "dp_shard=2", "recompute": "blocks"},
 }
+BRANCHES: dict[str, dict[str, Any]] = {
+    "tp=2, branches": {"mesh": "tp=2", "branches": "auto"},
+    "tp=4, branches": {"mesh": "tp=4", "branches": "auto"},
+    "dp_shard=2,tp=2, branches": {"mesh": "dp_shard=2,tp=2", "branches": "auto"},
+    "dp_replicate=2,tp=2, branches": {"mesh": "dp_replicate=2,tp=2", "branches": "auto"},
+}
+"""Layouts of models whose parts can run at the same time."""
 
 
 def main() -> None:
     """Prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=["decoder", "vision", "U-Net"])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=FOUR)
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--ranks", type=int, default=8, help="processes at most")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each layout")
@@ -97,6 +105,8 @@ def main() -> None:
 def _model(model: Model, chosen: argparse.Namespace, workers: LocalWorkers) -> dict[str, Any]:
     """What is predicted and measured of a model: layout → its numbers."""
     batch, layouts = plain(model.batch()), {name: {**LAYOUTS[name], **model.settings} for name in chosen.layouts}
+    if model.branches:
+        layouts |= {name: {**plan, **model.settings} for name, plan in BRANCHES.items()}
     predicted = {
         name: one for name, plan in layouts.items() if (one := _predicted(model, batch, name, plan, chosen.ranks))
     }

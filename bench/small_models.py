@@ -128,13 +128,18 @@ def ids_alone() -> tuple[torch.Tensor]:
     return (tokens()["input_ids"],)
 
 
+def few_rows() -> tuple[torch.Tensor]:
+    """Two long rows: fewer than most numbers of ranks."""
+    return (torch.randint(0, VOCAB, (2, 4 * LENGTH), generator=torch.Generator().manual_seed(0)),)
+
+
 def images(labels: bool) -> Any:
     pixels = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     return {"pixel_values": pixels, "labels": torch.arange(8)} if labels else (pixels,)
 
 
 class Model(NamedTuple):
-    """``settings``: of its plans. A router chooses by what float32 can tell apart, so that a run may take rows for coupled that
+    """``branches``: whether parts of it can run at the same time. ``settings``: of its plans. A router chooses by what float32 can tell apart, so that a run may take rows for coupled that
     are not; a prediction takes them as the plan says.
     """
 
@@ -142,6 +147,7 @@ class Model(NamedTuple):
     batch: Callable[[], Any]
     loss: Callable[[Any], Any] = output_loss
     settings: Mapping[str, Any] = MappingProxyType({})
+    branches: bool = False
 
 
 MODELS = {
@@ -149,6 +155,7 @@ MODELS = {
     "encoder-decoder": Model(t5, tokens),
     "vision": Model(vit, partial(images, True)),
     "MoE": Model(mixtral, tokens, settings={"rows": "split"}),
-    "two towers": Model(Towers, ids_alone, itself),
+    "two towers": Model(Towers, ids_alone, itself, branches=True),
+    "two towers, two rows": Model(partial(Towers, 4), few_rows, itself, branches=True),
     "U-Net": Model(UNet, partial(images, False), itself),
 }
