@@ -139,8 +139,8 @@ def images(labels: bool) -> Any:
 
 
 class Model(NamedTuple):
-    """``branches``: whether parts of it can run at the same time. ``settings``: of its plans. A router chooses by what float32 can tell apart, so that a run may take rows for coupled that
-    are not; a prediction takes them as the plan says.
+    """``branches``: whether parts of it can run at the same time. ``settings``: of its plans. A router chooses by what float32
+    can tell apart, so that a run may take rows for coupled that are not; a prediction takes them as the plan says.
     """
 
     build: Callable[[], nn.Module]
