@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -133,6 +134,49 @@ def test_equal_branches_move_a_share_of_the_parameters() -> None:
         k: 2 * 4 * sum(p.numel() for n, p in build().named_parameters() if n.startswith(f"block_{k}")) for k in "abc"
     }
     assert (own, whole) == (max(sizes.values()), sum(sizes.values()))
+
+
+# --- what functions take ----------------------------------------------------------------------------------------------
+
+
+class Looks(nn.Module):
+    """Two branches of a convolution, or of an attention, each."""
+
+    def __init__(self, *, attention: bool) -> None:
+        super().__init__()
+        kind = Attends if attention else partial(nn.Conv2d, 8, 8, 3, padding=1)
+        self.block_a, self.block_b = nn.Sequential(kind(), kind()), nn.Sequential(kind(), kind())
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.block_a(x) + self.block_b(x)).square().mean() + 0 * y.sum()}
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(self.query(x), x, x)
+
+
+@pytest.mark.parametrize(("attention", "kind"), [(False, "convolution"), (True, "attention")])
+def test_functions_take_what_the_profile_measured_of_them(attention: bool, kind: str) -> None:
+    """The compute of both branches on one device, with a profile whose functions of this kind are three times as slow."""
+    batch = {"x": torch.ones(4, 8, 64, 64), "y": torch.ones(4)}
+    quick = replace(H100, host=0.0, host_backward=0.0, launch=0.0, slower={})
+    slow = replace(quick, slower={kind: 3.0, f"{kind}_backward": 3.0})
+    build = partial(Looks, attention=attention)
+    alone, slower = (
+        mw.compare_branches(build, batch, beside(1, 1), hardware=hardware).regions[0][ONE].compute
+        for hardware in (quick, slow)
+    )
+    predicted = [
+        mw.predict(build, batch, "dp_shard=1", hardware=hardware, max_norm=None).seconds.waterfall["compute"]
+        for hardware in (quick, slow)
+    ]
+    assert slower > 1.5 * alone
+    assert slower - alone == pytest.approx(predicted[1] - predicted[0], rel=0.2)
 
 
 # --- what pays --------------------------------------------------------------------------------------------------------

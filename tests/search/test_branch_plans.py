@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.predict import adamw_on
 from meshwright.search.choice import chosen_plan
-from meshwright.search.find import _branch_costs
+from meshwright.search.find import _may_have_branches
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.result import SearchResult
 from meshwright.search.space import Family
@@ -94,13 +94,14 @@ def test_rows_that_divide_leave_branches_alone_and_a_note_says_so() -> None:
     first = found.plans[0]
     assert not first.estimate.candidate.branches and "branches" not in first.plan.settings()
     assert any(proposal.estimate.candidate.branches for proposal in found.plans)
-    assert any(note.startswith("branches: with tp=2 some blocks could run at the same time") for note in found.notes)
+    assert "branches: some modules could run at the same time, which is estimated to be slower" in found.notes
 
 
 @pytest.mark.parametrize("options", [{"branches": "said"}, {"sequence_parallel": True}], ids=["said", "sequence"])
 def test_no_branches_if_the_options_exclude_them(options: dict[str, Any]) -> None:
     rehearsals = Rehearsals(Towers, batch(4), {}, loss, adamw_on(A100), 1.0)
-    assert _branch_costs(rehearsals, [1, 2], options, lambda text: pytest.fail("it planned branches")) == {}
+    assert not _may_have_branches(rehearsals, [1, 2], options)
+    assert _may_have_branches(rehearsals, [1, 2], {}) and not _may_have_branches(rehearsals, [1], {})
 
 
 @pytest.mark.proof

@@ -47,7 +47,7 @@ from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
-from meshwright.search.space import Candidate
+from meshwright.search.space import Candidate, Sharding
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Estimator:
 
     Args:
         profile: the hardware.
-        layer_costs: size of tp → the costs of its layers at that size.
+        layer_costs: size of tp, or sharding → the costs of the layers; a size stands for sequence parallelism.
         recomputed: bytes per row that a block keeps if its forward is recomputed, with tp = 1.
         sends: bytes per row that one stage sends to the next.
         itemsize: bytes per element in the precision of compute.
@@ -91,7 +91,7 @@ class Estimator:
     def __init__(
         self,
         profile: Profile,
-        layer_costs: Mapping[int, LayerCosts],
+        layer_costs: Mapping[int, LayerCosts] | Mapping[Sharding, LayerCosts],
         recomputed: float,
         sends: float,
         itemsize: int,
@@ -101,14 +101,17 @@ class Estimator:
         gathers: bool = True,
     ) -> None:
         self.profile = profile
-        self._layer_costs, self._recomputed, self._branches = layer_costs, recomputed, branches or {}
+        self._layer_costs = {
+            key if isinstance(key, Sharding) else Sharding(key): costs for key, costs in layer_costs.items()
+        }
+        self._recomputed, self._branches = recomputed, branches or {}
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._ranks = PipelineRanks(layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
+        self._ranks = PipelineRanks(self._layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
         self._slowest = cache(self._slowest_of)
         self.memory = MemoryEstimator(
-            layer_costs, self._ranks, recomputed, itemsize, reduced,
+            self._layer_costs, self._ranks, recomputed, itemsize, reduced,
             lambda candidate: self._slowest(candidate.tp, candidate.rows).device if candidate.branches else 1.0,
             gathers=gathers,
         )  # fmt: skip
@@ -164,7 +167,7 @@ class Estimator:
         parts = [(rank.blocks, kind, "block"), *((1, kind, end) for end in rank.ends)]
         if kind == "B" and candidate.recompute:
             parts.append((max(0, rank.blocks - candidate.saved_blocks), "F", "block"))
-        spent = [(number, self._seconds(candidate.costed_tp, way, part, candidate.rows)) for number, way, part in parts]
+        spent = [(number, self._seconds(candidate.sharding, way, part, candidate.rows)) for number, way, part in parts]
         device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
         if candidate.branches:
             slowest = self._slowest(candidate.tp, candidate.rows)
@@ -180,22 +183,22 @@ class Estimator:
 
         They are half of the matrix products of its backward. The other half are the gradients of inputs.
         """
-        backward = self._layer_costs[candidate.costed_tp].backward
+        backward = self._layer_costs[candidate.sharding].backward
         parts = [(rank.blocks, backward.block), *((1, getattr(backward, end)) for end in rank.ends)]
         return sum(n * calls.device(self.profile, candidate.rows, PRODUCTS) for n, calls in parts) / 2
 
-    def _seconds_of(self, tp: int, kind: str, part: str, rows: int) -> PassSeconds:
+    def _seconds_of(self, sharding: Sharding, kind: str, part: str, rows: int) -> PassSeconds:
         """(device, tp, host) seconds of one microbatch in one part of the model: ``block``, ``first`` or ``last``."""
-        layer_costs = self._layer_costs[tp]
+        layer_costs = self._layer_costs[sharding]
         calls: Calls = getattr(layer_costs.forward if kind == "F" else layer_costs.backward, part)
         host = self.profile.host if kind == "F" else self.profile.host_backward
         return calls.device(self.profile, rows), calls.exchange(self.profile, rows), calls.host(self.profile, host)
 
     def _update(self, candidate: Candidate) -> float:
         """Seconds of clipping and the optimizer."""
-        device = max(self._ranks.elements(candidate)) * self._updates(candidate.costed_tp, candidate.dp_shard)
+        device = max(self._ranks.elements(candidate)) * self._updates(candidate.sharding, candidate.dp_shard)
         host = line_value(
-            self._layer_costs[candidate.costed_tp].updates, max(rank.blocks for rank in self._ranks.of(candidate))
+            self._layer_costs[candidate.sharding].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
         mixed = self._gathers and self._itemsize < REDUCED  # then FSDP2 holds the parameters in every layout
         over_tp = candidate.tp > 1
@@ -205,9 +208,9 @@ class Estimator:
         host *= self.profile.update(dtensors=mixed or candidate.dp_shard > 1 or over_tp)
         return device + host if self.profile.cores else max(device, host)
 
-    def _update_of(self, tp: int, shards: int) -> float:
+    def _update_of(self, sharding: Sharding, shards: int) -> float:
         """Seconds of clipping and the optimizer on the device, per element before sharding."""
-        return self.profile.update_fraction * self._layer_costs[tp].update.device(self.profile, 1 / shards)
+        return self.profile.update_fraction * self._layer_costs[sharding].update.device(self.profile, 1 / shards)
 
     def _shared_cores(self, candidate: Candidate, terms: Mapping[str, float]) -> float:
         """Seconds that a step takes longer because all ranks share the cores of one machine; 0.0 on an accelerator."""
@@ -217,7 +220,7 @@ class Estimator:
 
     def _synchronizations(self, candidate: Candidate) -> float:
         """How often a rank meets others in a step, as ``predict`` counts it: collectives, receives, clipping."""
-        layer_costs, microbatches = self._layer_costs[candidate.costed_tp], candidate.microbatches
+        layer_costs, microbatches = self._layer_costs[candidate.sharding], candidate.microbatches
         rank = max(self._ranks.of(candidate), key=lambda rank: rank.blocks)
         units = rank.blocks + 1
         over_tp = sum(
@@ -337,7 +340,7 @@ class Estimator:
                 (2 * itemsize / candidate.dp_shard, gathers),
                 (out, gathers),
             ]
-        units = self._layer_costs[candidate.costed_tp].blocks // candidate.pp + 1
+        units = self._layer_costs[candidate.sharding].blocks // candidate.pp + 1
         return units * sum(
             times * self.profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
@@ -377,7 +380,7 @@ class Estimator:
         """
         profile, units_host = (
             self.profile,
-            (self._layer_costs[candidate.costed_tp].blocks // candidate.pp + 1) * self._unit_host,
+            (self._layer_costs[candidate.sharding].blocks // candidate.pp + 1) * self._unit_host,
         )
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
         if profile.cores:

@@ -35,8 +35,9 @@ from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.result import Proposal, SearchResult
-from meshwright.search.space import Family, candidates, divisors
+from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
 
+TRIED_ROWS = (1, 32)  # of a microbatch, for which branches are compared with tp
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -147,14 +148,14 @@ class _Space:
     Attributes:
         estimates: of every candidate.
         pipelines: whether pipelines are among the candidates; True also for one device, where there can be none.
-        branches: the sizes of tp on slices of which branches are among the candidates.
+        concurrent: whether parts of the model could run at the same time, in branches.
         blocks: the names of the repeated blocks.
         estimator: of the candidates.
     """
 
     estimates: tuple[CandidateEstimate, ...]
     pipelines: bool
-    branches: tuple[int, ...]
+    concurrent: bool
     blocks: tuple[str, ...]
     estimator: Estimator
 
@@ -188,13 +189,21 @@ class _Space:
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
         itemsize = _ITEMSIZE[options.get("precision", "float32")]
-        branches = _branch_costs(rehearsals, layer_costs, options, tell)
-        estimator = Estimator(model.profile, layer_costs, recomputed, sends or 0.0, itemsize, branches=branches)
+        without_sequence = _costs_without_sequence(rehearsals, layer_costs, options, model.profile, tell)
+        by_sharding = {Sharding(tp): costs for tp, costs in layer_costs.items()}
+        by_sharding |= {Sharding(tp, sequence=False): costs for tp, costs in without_sequence.items()}
+
+        def estimator_with(branches: Mapping[int, BranchCosts]) -> Estimator:
+            return Estimator(model.profile, by_sharding, recomputed, sends or 0.0, itemsize, branches=branches)
+
+        concurrent = _may_have_branches(rehearsals, layer_costs, options)
+        branches = _branch_costs(rehearsals, layer_costs, estimator_with, tell) if concurrent else {}
+        estimator = estimator_with(branches)
         staged = blocks if sends is not None else 0
         every = [
             *candidates(
                 devices, per_node, model.rows, [*layer_costs], staged, options, recompute=bool(recomputed),
-                branches=branches,
+                branches=branches, without_sequence=without_sequence,
             )
         ]  # fmt: skip
         if options.get("recompute") is None:
@@ -203,7 +212,7 @@ class _Space:
         return cls(
             tuple(map(estimator.estimate, every)),
             bool(staged) or devices == 1,
-            tuple(branches),
+            concurrent,
             rehearsals.blocks,
             estimator,
         )
@@ -223,7 +232,7 @@ def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callab
         raise reasons.nothing(space.estimates, memory, devices, model.rows, profile, model.options)
     return SearchResult(
         tuple(plans), len(space.estimates), len(fitting), reasons.frontier(fitting), rejected, tuple(reasons.why(plans)),
-        tuple(reasons.notes(model.options, pipelines=space.pipelines, branches=space.branches, best=plans[0])),
+        tuple(reasons.notes(model.options, pipelines=space.pipelines, concurrent=space.concurrent, best=plans[0])),
         space.estimator,
     )  # fmt: skip
 
@@ -285,19 +294,72 @@ def _layer_costs(
     return layer_costs
 
 
-def _branch_costs(
-    rehearsals: Rehearsals, tps: Collection[int], options: Mapping[str, Any], tell: Callable[[str], None]
-) -> dict[int, BranchCosts]:
-    """Size of tp → the costs of the model's branches on slices of it, for those of ``tps`` that the options allow."""
-    if options.get("branches") == "said" or options.get("sequence_parallel") or 1 not in tps:
+def _costs_without_sequence(
+    rehearsals: Rehearsals,
+    tps: Collection[int],
+    options: Mapping[str, Any],
+    profile: Profile,
+    tell: Callable[[str], None],
+) -> dict[int, LayerCosts]:
+    """Size of tp → the costs of the layers without sequence parallelism, if that may be faster on this hardware.
+
+    Sequence parallelism has an all-gather and a reduce-scatter in place of an all-reduce, which take equally long in a ring.
+    gloo runs an all-reduce for a reduce-scatter, so that both take longer.
+    """
+    several = [tp for tp in tps if tp > 1]
+    if options.get("sequence_parallel") is not None or not several or not _gathers_slowly(profile):
         return {}
+    without_sequence: dict[int, LayerCosts] = {}
+    for tp in several:
+        tell(f"rehearsing a few blocks with tp={tp}, without sequence parallelism")
+        if (costs := rehearsals.layer_costs(tp, sequence=False)) is not None:
+            without_sequence[tp] = costs
+    return without_sequence
+
+
+def _gathers_slowly(profile: Profile) -> bool:
+    """Whether the backend within a node takes longer for an all-gather and a reduce-scatter than for an all-reduce."""
+    times = [profile.node.kinds.get(kind, 1.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    return times[0] + times[1] > 1.1 * 2 * times[2]  # in a ring, each takes half of an all-reduce
+
+
+def _may_have_branches(rehearsals: Rehearsals, tps: Collection[int], options: Mapping[str, Any]) -> bool:
+    """Whether the options allow branches, and parts of the model could run at the same time."""
+    excluded = options.get("branches") == "said" or options.get("sequence_parallel") or 1 not in tps or max(tps) == 1
+    return not excluded and rehearsals.has_branches
+
+
+def _branch_costs(
+    rehearsals: Rehearsals,
+    tps: Collection[int],
+    estimator_with: Callable[[Mapping[int, BranchCosts]], Estimator],
+    tell: Callable[[str], None],
+) -> dict[int, BranchCosts]:
+    """Size of tp → the costs of the model's branches on slices of it, for those of ``tps`` where they may pay.
+
+    A model with few blocks shows it in a fraction of the time. Branches are left out where tp without them is faster.
+
+    Args:
+        estimator_with: the branches for a size of tp → an estimator that has them.
+    """
     branches: dict[int, BranchCosts] = {}
     for tp in tps:
-        if tp > 1 and rehearsals.has_branches:
+        if tp > 1:
             tell(f"planning branches on slices of tp={tp}")
-            if (costs := rehearsals.branch_costs(tp)) is not None:
+            few = rehearsals.branch_costs(tp, few=True)
+            pays = few is not None and _pays(estimator_with({tp: few}), tp)
+            if pays and (costs := rehearsals.branch_costs(tp)) is not None:
                 branches[tp] = costs
     return branches
+
+
+def _pays(estimator: Estimator, tp: int) -> bool:
+    """Whether branches are faster than tp alone, with few rows or with many."""
+    for rows in TRIED_ROWS:
+        over_tp = Candidate(1, 1, 1, tp, microbatches=1, rows=rows)
+        if estimator.estimate(replace(over_tp, branches=True)).seconds < estimator.estimate(over_tp).seconds:
+            return True
+    return False
 
 
 def repeat_rows(batch: Any, rows: int) -> Any:

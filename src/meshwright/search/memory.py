@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.pipeline import in_flight
 from meshwright.search.ranks import PipelineRanks
-from meshwright.search.space import Candidate
+from meshwright.search.space import Candidate, Sharding
 
 REDUCED = 4  # bytes per element of a gradient in a reduction: float32
 
@@ -24,7 +24,7 @@ class MemoryEstimator:
 
     def __init__(
         self,
-        layer_costs: Mapping[int, LayerCosts],
+        layer_costs: Mapping[Sharding, LayerCosts],
         ranks: PipelineRanks,
         recomputed: float,
         itemsize: int,
@@ -39,7 +39,7 @@ class MemoryEstimator:
 
     def peak(self, candidate: Candidate) -> float:
         """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
-        layer_costs, share = self._layer_costs[candidate.costed_tp], self._share(candidate)
+        layer_costs, share = self._layer_costs[candidate.sharding], self._share(candidate)
         per_recomputed_block = self._recomputed / (layer_costs.tp if layer_costs.sequence else 1)
         # The activations of one block while it is recomputed. The memory of the loss is free by then.
         recomputing = layer_costs.activations * candidate.rows if candidate.recompute else 0.0
@@ -65,7 +65,7 @@ class MemoryEstimator:
             elements: parameter elements of the rank, before sharding.
             activations: bytes of activations.
         """
-        layer_costs = self._layer_costs[candidate.costed_tp]
+        layer_costs = self._layer_costs[candidate.sharding]
         if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
             gathered = layer_costs.unsharded
         else:
@@ -89,7 +89,7 @@ class MemoryEstimator:
             None if no block can keep its activations, or all can; if the candidate does not recompute all of its blocks; or if
             the blocks do not divide evenly over the stages.
         """
-        blocks, chunks = self._layer_costs[candidate.costed_tp].blocks, candidate.chunks
+        blocks, chunks = self._layer_costs[candidate.sharding].blocks, candidate.chunks
         if not candidate.recompute or candidate.saved_blocks or blocks % (candidate.pp * chunks):
             return None
         if self.peak(replace(candidate, recompute=False)) <= capacity or self.peak(candidate) > capacity:

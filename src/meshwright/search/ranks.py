@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwright.search.layer_costs import LayerCosts
-from meshwright.search.space import Candidate
+from meshwright.search.space import Candidate, Sharding
 from meshwright.search.stages import StageBlocks, balanced
 
 
@@ -30,19 +30,19 @@ class PipelineRanks:
     """The ranks of the pipeline axis, in groups with equal work.
 
     Args:
-        layer_costs: size of tp → the costs of its layers at that size.
+        layer_costs: sharding → the costs of the layers.
         shares: size of tp → the fraction of all parameter elements on the fullest rank, if branches are on slices of tp.
     """
 
-    def __init__(self, layer_costs: Mapping[int, LayerCosts], shares: Mapping[int, float] | None = None) -> None:
+    def __init__(self, layer_costs: Mapping[Sharding, LayerCosts], shares: Mapping[int, float] | None = None) -> None:
         self._layer_costs, self._shares = layer_costs, shares or {}
         self._blocks = cache(self._blocks_of)
 
     def of(self, candidate: Candidate) -> tuple[Rank, ...]:
         """The ranks of the pipeline axis: the first rank, the ranks between as one entry, and the last rank."""
         if candidate.pp == 1:
-            return (Rank(1, self._layer_costs[candidate.costed_tp].blocks, ("first", "last")),)
-        blocks = self._blocks(candidate.tp, candidate.pp * candidate.chunks, candidate.rows)
+            return (Rank(1, self._layer_costs[candidate.sharding].blocks, ("first", "last")),)
+        blocks = self._blocks(candidate.sharding, candidate.pp * candidate.chunks, candidate.rows)
         other_stages = (candidate.chunks - 1) * blocks.between  # blocks of a rank's stages but the first or last one
         first = Rank(1, blocks.first + other_stages, ("first",))
         last = Rank(1, blocks.last + other_stages, ("last",))
@@ -53,7 +53,7 @@ class PipelineRanks:
     def elements(self, candidate: Candidate) -> list[float]:
         """The number of parameter elements of each entry of ``of``, before they are sharded over data ranks."""
         if candidate.pp == 1:
-            return [self._share(candidate) * self._layer_costs[candidate.costed_tp].total_elements]
+            return [self._share(candidate) * self._layer_costs[candidate.sharding].total_elements]
         block, first, last = self.elements_of_parts(candidate)
         ends = {"first": first, "last": last}
         return [rank.blocks * block + sum(ends[end] for end in rank.ends) for rank in self.of(candidate)]
@@ -63,7 +63,7 @@ class PipelineRanks:
 
         With branches, the parameters of the fullest rank are divided like those of one device.
         """
-        block, first, last = self._layer_costs[candidate.costed_tp].elements
+        block, first, last = self._layer_costs[candidate.sharding].elements
         share = self._share(candidate)
         return share * block, share * first, share * last
 
@@ -71,9 +71,9 @@ class PipelineRanks:
         """Elements of the fullest rank / those of ``LayerCosts``."""
         return self._shares[candidate.tp] if candidate.branches else 1.0
 
-    def _blocks_of(self, tp: int, stages: int, rows: int) -> StageBlocks:
+    def _blocks_of(self, sharding: Sharding, stages: int, rows: int) -> StageBlocks:
         """The blocks of each stage. Planning cuts the same way: it balances operations and bytes of the forward."""
-        layer_costs = self._layer_costs[tp]
+        layer_costs = self._layer_costs[sharding]
         forward = layer_costs.forward
         work = [calls.work(rows) for calls in (forward.block, forward.first, forward.last)]
         return balanced(layer_costs.blocks, stages, *work)

@@ -135,19 +135,18 @@ def nothing(
     return findings.error()
 
 
-def notes(options: Mapping[str, Any], *, pipelines: bool, branches: Collection[int], best: Proposal) -> Iterator[str]:
+def notes(options: Mapping[str, Any], *, pipelines: bool, concurrent: bool, best: Proposal) -> Iterator[str]:
     """The notes of a search: what it did not look at, and branches.
 
     Args:
         options: settings of every plan.
         pipelines: whether pipelines were among the candidates.
-        branches: the sizes of tp on slices of which branches were looked at.
+        concurrent: whether parts of the model could run at the same time, in branches.
         best: the first plan.
     """
-    if branches and not best.estimate.candidate.branches:
-        sizes = ", ".join(map(str, branches))
-        yield f"branches: with tp={sizes} some blocks could run at the same time, which is estimated to be slower"
-    if options.get("branches") == "auto" and not branches:
+    if concurrent and not best.estimate.candidate.branches:
+        yield "branches: some modules could run at the same time, which is estimated to be slower"
+    if options.get("branches") == "auto" and not concurrent:
         yield "branches: auto: nothing in this model was found that could run at the same time"
     if not pipelines:
         yield "nothing is repeated, or nowhere can be cut: no pipelines were looked at"

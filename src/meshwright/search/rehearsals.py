@@ -99,11 +99,14 @@ class Rehearsals:
     max_norm: float | None
     _shapes: Shapes = field(default_factory=Shapes, init=False, compare=False, repr=False)
 
-    def layer_costs(self, tp: int) -> LayerCosts | None:
-        """The costs of the layers at one size of tp; None if tp shards no parameter of the model."""
+    def layer_costs(self, tp: int, *, sequence: bool = True) -> LayerCosts | None:
+        """The costs of the layers at one size of tp; None if tp shards no parameter of the model.
+
+        ``sequence``: whether the sequence is sharded, if the options do not say it.
+        """
         if tp == 1:
             return self._alone[1]
-        most = self._rehearsal(self._few.most, tp)
+        most = self._rehearsal(self._few.most, tp, sequence=sequence)
         if all(p.local_shape(0) == p.shape for p in most.recipe.parameters):
             return None
         return self._layer_costs(self._few, most)
@@ -119,12 +122,15 @@ class Rehearsals:
             return None
         return float(max(stage.sends for stage in recipe.stages))
 
-    def branch_costs(self, tp: int) -> BranchCosts | None:
-        """The branches of the full model on slices of ``tp`` ranks; None if what is found cannot run at the same time."""
+    def branch_costs(self, tp: int, *, few: bool = False) -> BranchCosts | None:
+        """The branches of the model on slices of ``tp`` ranks; None if what is found cannot run at the same time.
+
+        ``few``: of the model with few blocks, in a fraction of the time.
+        """
         plan = Plan.parse({**self.options, "mesh": {"tp": tp}, "branches": "auto"})
         batch, loss = take_rows(self.batch, 0, FEW_ROWS), self.loss or output_loss
         try:
-            return BranchCosts(PlannedRegions.of(self.build, batch, plan, loss))
+            return BranchCosts(PlannedRegions.of(self._few.most if few else self.build, batch, plan, loss))
         except PlanError:
             return None
 
@@ -206,10 +212,10 @@ class Rehearsals:
         more = [rehearse(most.passing_through(model), 0) for model in few.more]
         return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
 
-    def _rehearsal(self, build: Build, tp: int, **settings: Any) -> Rehearsal:
+    def _rehearsal(self, build: Build, tp: int, *, sequence: bool = True, **settings: Any) -> Rehearsal:
         """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""
-        sequence = {"sequence_parallel": True} if tp > 1 else {}
-        plan = Plan.parse({**sequence, **self.options, **settings,
+        sharded = {"sequence_parallel": True} if tp > 1 and sequence else {}
+        plan = Plan.parse({**sharded, **self.options, **settings,
                            "mesh": {"dp_shard": DP_SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
         batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
         rehearsal = rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)

@@ -12,6 +12,13 @@ LARGEST_STAGES = 64
 CHUNKS = (1, 2, 4)
 
 
+class Sharding(NamedTuple):
+    """How layers are sharded: the size of tp, and whether the sequence is sharded between the regions of tp."""
+
+    tp: int
+    sequence: bool = True
+
+
 class Family(NamedTuple):
     """The settings of a plan that determine most of its memory and time. ``branches``: see ``Candidate``."""
 
@@ -39,6 +46,7 @@ class Candidate:
         saved_blocks: number of blocks of a rank that save their activations although ``recompute`` is on.
         split: whether backwards are split (schedule ``zero_bubble``). Only with one stage a rank, and without recomputation.
         branches: whether blocks that can run at the same time are placed on slices of tp. Only without a pipeline.
+        sequence: whether the sequence is sharded between the regions of tp (sequence parallelism).
     """
 
     pp: int
@@ -53,6 +61,7 @@ class Candidate:
     saved_blocks: int = 0
     split: bool = False
     branches: bool = False
+    sequence: bool = True
 
     @property
     def schedule(self) -> str:
@@ -64,9 +73,9 @@ class Candidate:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def costed_tp(self) -> int:
-        """The size of tp whose ``LayerCosts`` count: with branches, those of one device."""
-        return 1 if self.branches else self.tp
+    def sharding(self) -> Sharding:
+        """The sharding whose ``LayerCosts`` count: with branches, that of one device."""
+        return Sharding(1) if self.branches else Sharding(self.tp, self.sequence)
 
     @property
     def family(self) -> Family:
@@ -91,7 +100,7 @@ class Candidate:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
         more = [
-            "branches" if self.branches else "",
+            "branches" if self.branches else "" if self.sequence else "without sequence parallelism",
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"recompute {self.recompute_words}" if self.recompute else "",
         ]
@@ -109,7 +118,7 @@ class Candidate:
         plan: dict[str, Any] = {"mesh": mesh, "microbatches": self.microbatches}
         if self.branches:
             plan["branches"] = "auto"
-        elif self.tp > 1:
+        elif self.tp > 1 and self.sequence:
             plan["sequence_parallel"] = True
         if self.recompute:
             plan["recompute"] = "blocks"
@@ -189,6 +198,7 @@ def candidates(
     *,
     recompute: bool,
     branches: Collection[int] = (),
+    without_sequence: Collection[int] = (),
 ) -> Iterator[Candidate]:
     """All candidates for a number of devices that agree with the settings in ``options``.
 
@@ -201,6 +211,7 @@ def candidates(
         options: settings of every plan.
         recompute: whether blocks may be recomputed.
         branches: the sizes of tp on slices of which branches of the model can run.
+        without_sequence: the sizes of tp that are also tried without sequence parallelism.
     """
     fixed = varied(options or {})
     if not recompute:
@@ -212,6 +223,8 @@ def candidates(
             yield candidate
             if candidate.pp == 1 and candidate.tp in branches:
                 yield replace(candidate, branches=True)
+            if candidate.tp in without_sequence:
+                yield replace(candidate, sequence=False)
 
 
 def _all(

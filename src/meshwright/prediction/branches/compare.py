@@ -83,10 +83,12 @@ class PlannedRegions:
     @classmethod
     def of(cls, build: Build, batch: Any, plan: Plan, loss: Loss) -> PlannedRegions:
         """Plans a model, and records its forward. For the arguments and the error, see ``compare_branches``."""
-        recipe = Planned(build, plan, batch, loss, whole_batch=True).recipe
+        planned = Planned(build, plan, batch, loss, whole_batch=True)
+        recipe = planned.recipe
         rows = max(1, -(-rows_of(batch) // (plan.mesh.data_size * recipe.microbatches)))
         microbatch = take_rows(batch, 0, rows)
-        planned = Planned(build, plan, microbatch, loss)
+        if rows != rows_of(batch):
+            planned = Planned(build, plan, microbatch, loss)
         graph = planned.graph(lambda model: loss(call_model(model, copied(microbatch))))
         regions = _regions(planned, recipe, graph, rows)
         planned_sizes = {p.tp for p in recipe.branches} | {1 << n for n in range(10)} | {r.ranks for r in regions}

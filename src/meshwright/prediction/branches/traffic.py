@@ -51,7 +51,7 @@ class Traffic:
         """As many collectives of ``factor`` times the bytes."""
         if factor == 1.0:
             return self
-        moves = tuple(move._replace(nbytes=factor * move.nbytes) for move in self.moves)
+        moves = tuple(BranchCollective(kind, factor * size, ranks, apart) for kind, size, ranks, apart in self.moves)
         return Traffic(self.calls, round(factor * self.bytes), moves)
 
     def seconds(self, profile: Profile) -> float:

@@ -263,11 +263,19 @@ class RegionCost:
         return self._way(DATA, spent, imbalance=share * ranks, note=note)
 
     def _by_tensor(self) -> RegionStrategy:
-        shards = self.shards(self.ranks) if self.ranks > 1 else {}
-        spent = self._by_tables(self.event_costs.over_tp(self.region.positions, shards, self.ranks, self.scale))
+        spent, shards = self._by_tables(self.over_tp()), self._shards_of_all
         names = self.event_costs.names(self.region.positions)
         note = "" if any(n in shards for n in names) else "no parameter of the region can be sharded"
         return self._way(TENSOR, spent + self._added_by_job(self.region.positions), note=note)
+
+    @property
+    def _shards_of_all(self) -> Mapping[str, Shard]:
+        """The parameters that are sharded over all ranks."""
+        return self.shards(self.ranks) if self.ranks > 1 else {}
+
+    def over_tp(self) -> EventCost:
+        """The cost on one of all ranks if these are tensor parallel, without what a job adds."""
+        return self.event_costs.over_tp(self.region.positions, self._shards_of_all, self.ranks, self.scale)
 
     def slowest_branch(self) -> EventCost:
         """The cost on the rank whose branches take longest at their places, with forks and join, without what a job adds."""

@@ -3,8 +3,9 @@
 It is computed from a recorded forward (graph.py), with the equations of every prediction: a function on the device takes
 ``Profile.compute``, a collective ``hardware.collectives.collective``; ``clock.waits_for_host`` says how long the device waits
 for the host. The backward of a product has one function for each input with a gradient, with the flops and bytes of the
-forward. The backward of another function takes as long as its forward; without gradients there is no backward. Collectives
-do not overlap functions. Optimizers are left out.
+forward; that of an attention 2.5 times the flops, in one function; that of a convolution is one function. The backward of
+another function moves as many bytes as its forward; without gradients there is no backward. Functions that the profile has
+measured apart take its times (`Profile.slower`). Collectives do not overlap functions. Optimizers are left out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from dataclasses import dataclass, field
 from math import prod
 
 from meshwright.graph import Event, ModelGraph
+from meshwright.hardware.functions import OWN_RATE
 from meshwright.hardware.profile import CallKind, Profile
 from meshwright.layout import Shard
 from meshwright.prediction.branches.traffic import NOTHING, Traffic, all_gather, all_reduce
 from meshwright.prediction.clock import waits_for_host
 from meshwright.recipe import Recipe
+
+ATTENTION_BACKWARD = 2.5
+"""Operations of the backward of an attention / those of its forward: five products for two (FlashAttention-2, arXiv 2307.08691,
+section 3.1)."""
+_ONE_BACKWARD = ("attention_backward", "convolution_backward")  # one function computes all gradients
+_ATEN = {
+    "layer_norm": "native_layer_norm", "group_norm": "native_group_norm", "softmax": "_softmax",
+    "log_softmax": "_log_softmax", "relu": "threshold", "dropout": "native_dropout",
+}  # fmt: skip
+"""Function of torch → the ATen function that it calls, if its name is another."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +170,18 @@ class EventCosts:
         """The cost of the forward and backward of an event, of which a rank does the fraction ``share``."""
         parameter_bytes, backward_calls = sum(self.parameters.bytes[n] for n in event.parameters), self._backward(event)
         moved = share * (min(parameter_bytes, event.moved) + max(event.moved - parameter_bytes, 0) * rows)
-        flops = event.flops * rows * share
-        seconds = (
-            self.profile.compute(flops, moved, self._dtype(event), _kind(event)).seconds if flops or moved else 0.0
-        )
-        return EventCost(
-            (1 + backward_calls) * seconds, self.profile.host + backward_calls * self.profile.host_backward
-        )
+        flops, (forward, backward) = event.flops * rows * share, _kinds(event)
+        seconds = self._seconds(event, flops, moved, forward)
+        if backward in _ONE_BACKWARD and backward_calls:
+            calls, times = 1, ATTENTION_BACKWARD if backward == "attention_backward" else backward_calls
+        else:
+            calls, times = backward_calls, 1.0
+        seconds += calls * self._seconds(event, times * flops, times * moved, backward)
+        return EventCost(seconds, self.profile.host + calls * self.profile.host_backward)
+
+    def _seconds(self, event: Event, flops: float, moved: float, kind: CallKind) -> float:
+        """Seconds of the device for a function; 0.0 if it computes and moves nothing."""
+        return self.profile.compute(flops, moved, self._dtype(event), kind).seconds if flops or moved else 0.0
 
     def _dtype(self, event: Event) -> str:
         """The dtype in which an event computes."""
@@ -184,8 +201,21 @@ class EventCosts:
         return max(1, min(2, gradients + any(n in self.parameters.trained for n in event.parameters)))
 
 
-def _kind(event: Event) -> CallKind:
-    return "attention" if "attention" in event.function else "matmul" if event.flops else "other"
+def _kinds(event: Event) -> tuple[CallKind, CallKind]:
+    """The kinds of an event's forward and of a function of its backward."""
+    if "dot_product_attention" in event.function:
+        return "attention", "attention_backward"
+    if event.function.startswith("conv"):
+        return "convolution", "convolution_backward"
+    if event.flops:
+        return "matmul", "matmul"
+    name = _ATEN.get(event.function, event.function)
+    return name if name in OWN_RATE else "other", next((b for b in _backwards(name) if b in OWN_RATE), "other")
+
+
+def _backwards(name: str) -> tuple[str, ...]:
+    """The names that ATen may have for the backward of a function."""
+    return f"{name}_backward", f"{name}_backward_data", f"{name}_dense_backward"
 
 
 def _share(shard: Shard | None) -> float:
