@@ -113,6 +113,7 @@ def test_mesh_auto_takes_branches(one_row: SearchResult) -> None:
     assert "branches: auto" in notes[0]
 
 
+@pytest.mark.proof
 def test_a_found_plan_with_branches_is_one_device(one_row: SearchResult, workers: mw.LocalWorkers) -> None:
     plan = {**one_row.plans[0].plan.settings(), "precision": "float64"}
     assert mw.check(partial(Towers, 16, 2), batch(2, 5), plan, loss=loss, workers=workers).passed

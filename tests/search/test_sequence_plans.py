@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.hardware.profile import Curve, Link, Profile
+from meshwright.hardware.profile import Curve, Link
 from meshwright.hardware.reader import read_profile
-from meshwright.search.find import _gathers_slowly
-from meshwright.search.result import SearchResult
+from meshwright.prediction.predict import adamw_on
+from meshwright.search.find import _costs_without_sequence, _gathers_slowly
+from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.space import candidates
 
 GLOO = Link(4e-4, 1e9, Curve(((1.0, 1.0),)), 0.1, "gloo", kinds={"all_gather": 1.0, "reduce_scatter": 1.8})
@@ -47,13 +48,8 @@ def loss(output: Tensor) -> Tensor:
     return output
 
 
-def find(profile: Profile, **options: object) -> SearchResult:
-    options = {"precision": "float32", **options}
-    return mw.find_plans(Tower, batch(), devices=2, hardware=profile, loss=loss, top=4, options=options)
-
-
 def test_sequences_stay_whole_over_gloo_and_are_estimated_as_predicted() -> None:
-    found = find(CPU)
+    found = mw.find_plans(Tower, batch(), devices=2, hardware=CPU, loss=loss, top=4)
     (over_tp,) = [proposal for proposal in found.plans if proposal.estimate.candidate.tp == 2]
     assert over_tp.plan.settings() == {"mesh": {"tp": 2}, "microbatches": 1}
     assert not over_tp.estimate.candidate.sequence
@@ -70,5 +66,6 @@ def test_only_where_an_all_reduce_is_faster_or_nothing_is_said() -> None:
     every = partial(candidates, 4, 4, 8, [1, 2, 4], 4, recompute=True)
     assert {of.tp for of in every(without_sequence=[2]) if not of.sequence} == {2}
     assert all(of.sequence for of in every())
-    said = find(CPU, sequence_parallel=True)
-    assert all(proposal.estimate.candidate.sequence for proposal in said.plans)
+    rehearsals = Rehearsals(Tower, batch(), {}, loss, adamw_on(CPU), 1.0)
+    said, tell = {"sequence_parallel": True}, pytest.fail
+    assert _costs_without_sequence(rehearsals, [1, 2], said, CPU, tell) == {}

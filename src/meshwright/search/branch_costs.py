@@ -72,7 +72,12 @@ class BranchCosts:
     @cached_property
     def share_of_tensors(self) -> float:
         """The fraction of all parameters, as tensors, on the tp rank that has most of them."""
-        return max(map(len, self._by_rank)) / len(self.planned.recipe.parameters)
+        return self.tensors / len(self.planned.recipe.parameters)
+
+    @cached_property
+    def tensors(self) -> int:
+        """The number of parameters on the tp rank that has most of them."""
+        return max(map(len, self._by_rank))
 
     @property
     def _by_rank(self) -> list[list[tuple[ParameterRecipe, int]]]:

@@ -172,7 +172,26 @@ class Estimator:
         if candidate.branches:
             slowest = self._slowest(candidate.tp, candidate.rows)
             device, exchange, host = slowest.half((device, exchange, host), self.profile.host_collective)
+            copied, calls = self._copied_replicas(candidate)
+            device, host = device + copied, host + calls
         return device, exchange, host + self._pass_host(candidate, kind, rank)
+
+    def _copied_replicas(self, candidate: Candidate) -> tuple[float, float]:
+        """(device, host) seconds in which FSDP2 copies each parameter, or its gradient, in a forward or backward.
+
+        With branches, FSDP2 holds replicated parameters too, and copies them one by one; without, torch's DDP's buckets do.
+        """
+        if candidate.dp_shard > 1 or candidate.dp_replicate == 1:
+            return 0.0, 0.0
+        tensors, (elements,) = self._branches[candidate.tp].tensors, self._ranks.elements(candidate)
+        nbytes = 2 * self._itemsize * elements / tensors
+        copied = tensors * self.profile.compute(0.0, nbytes, "float32", "other").seconds
+        return copied, tensors * self.profile.host + self._units(candidate) * self._unit_host
+
+    def _units(self, candidate: Candidate) -> float:
+        """The number of FSDP units of the rank that has most of them: its blocks and the root."""
+        blocks = self._layer_costs[candidate.sharding].blocks // candidate.pp + 1
+        return blocks * (self._branches[candidate.tp].share_of_tensors if candidate.branches else 1.0)
 
     def _slowest_of(self, tp: int, rows: int) -> SlowestRank:
         """With branches on slices of ``tp`` ranks: one microbatch on the slowest rank."""
