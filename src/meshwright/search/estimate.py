@@ -359,7 +359,7 @@ class Estimator:
                 (2 * itemsize / candidate.dp_shard, gathers),
                 (out, gathers),
             ]
-        units = self._layer_costs[candidate.sharding].blocks // candidate.pp + 1
+        units = self._units(candidate)
         return units * sum(
             times * self.profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
             for nbytes, times in copied
@@ -397,10 +397,7 @@ class Estimator:
             gathers: number of gathers of each unit in a step.
             forward, backward: one microbatch.
         """
-        profile, units_host = (
-            self.profile,
-            (self._layer_costs[candidate.sharding].blocks // candidate.pp + 1) * self._unit_host,
-        )
+        profile, units_host = self.profile, self._units(candidate) * self._unit_host
         shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
         if profile.cores:
             passes = candidate.microbatches * candidate.chunks

@@ -102,6 +102,12 @@ class _Model:
     optimizer: MakeOptimizer
     max_norm: float | None
 
+    def rehearsals(self) -> Rehearsals:
+        """Rehearsals of this model, with the settings that the search does not vary."""
+        fixed = {key: value for key, value in self.options.items() if key not in SEARCHED or key == "sequence_parallel"}
+        rows = repeat_rows(self.batch, MANY_ROWS * DP_SHARD)
+        return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm)
+
     def estimated(self, estimate: CandidateEstimate, blocks: Sequence[str]) -> Proposal:
         """The plan of an estimated candidate. ``blocks``: the names of the repeated blocks."""
         return Proposal(Plan.parse(estimate.candidate.plan(self.options, blocks)), estimate)
@@ -173,16 +179,7 @@ class _Space:
                 recomputation are added: as many blocks as fit keep their activations.
             tell: see ``find_plans``.
         """
-        options = model.options
-        fixed = {key: value for key, value in options.items() if key not in SEARCHED or key == "sequence_parallel"}
-        rehearsals = Rehearsals(
-            model.build,
-            repeat_rows(model.batch, MANY_ROWS * DP_SHARD),
-            fixed,
-            model.loss,
-            model.optimizer,
-            model.max_norm,
-        )
+        options, rehearsals = model.options, model.rehearsals()
         layer_costs = _layer_costs(rehearsals, devices, per_node, tell)
         blocks = max(of_tp.blocks for of_tp in layer_costs.values())
         alone = blocks and 1 in layer_costs  # a plan may ask for slices of tp
@@ -207,8 +204,8 @@ class _Space:
             )
         ]  # fmt: skip
         if options.get("recompute") is None:
-            selective = [estimator.memory.selected(candidate, capacity) for candidate in every]
-            every += [candidate for candidate in selective if candidate is not None]
+            selective = (estimator.memory.selected(candidate, capacity) for candidate in every)
+            every = [*every, *(candidate for candidate in selective if candidate is not None)]
         return cls(
             tuple(map(estimator.estimate, every)),
             bool(staged) or devices == 1,
