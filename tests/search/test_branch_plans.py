@@ -104,6 +104,19 @@ def test_no_branches_if_the_options_exclude_them(options: dict[str, Any]) -> Non
     assert _may_have_branches(rehearsals, [1, 2], {}) and not _may_have_branches(rehearsals, [1], {})
 
 
+class Pulled(Towers):
+    """Uses a transform of torch.func that no pipeline and no branches can record."""
+
+    def forward(self, ids: Tensor, patches: Tensor, y: Tensor) -> Tensor:
+        pulled, pull = torch.func.vjp(torch.tanh, self.image(self.patch(patches)))
+        return pull(torch.ones_like(pulled))[0].mean() + self.text(self.table(ids)).mean() + 0 * y.sum()
+
+
+def test_a_forward_that_cannot_be_recorded_is_searched_without_branches() -> None:
+    found = mw.find_plans(partial(Pulled, 16, 1), batch(4, 8), devices=2, hardware=A100, loss=loss, top=4)
+    assert found.plans and not any(proposal.estimate.candidate.branches for proposal in found.plans)
+
+
 @pytest.mark.proof
 def test_mesh_auto_takes_branches(one_row: SearchResult) -> None:
     plan, notes = chosen_plan(

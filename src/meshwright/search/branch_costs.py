@@ -5,7 +5,7 @@
                         └ block_b ┘
 
 Both are computed from one recorded forward (``prediction/branches``). A search has the costs of the layers on one device from
-rehearsals (``layer_costs.py``), which have more functions than the recorded forward. So only the ratio of both counts:
+rehearsals (``layer_costs.py``), which have more functions than the recorded forward. So it takes only the ratio from here:
 
     seconds with branches = seconds on one device · (rest over tp + slowest branch) / (rest + all branches) + exchange
 """
@@ -27,7 +27,7 @@ PassSeconds = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """A microbatch on the rank whose branches take longest, against one on one device.
+    """What the rank whose branches take longest does in a microbatch, relative to one device.
 
     Attributes:
         device, host: seconds / seconds on one device, without collectives.
@@ -40,11 +40,11 @@ class SlowestRank:
     collectives: int
     exchange: float
 
-    def half(self, seconds: PassSeconds, host_collective: float) -> PassSeconds:
-        """A forward or backward with branches. Each has half of the collectives.
+    def of_pass(self, seconds: PassSeconds, host_collective: float) -> PassSeconds:
+        """Seconds of a forward, or of a backward, with branches. Each has half of the collectives.
 
         Args:
-            seconds: on one device.
+            seconds: of this forward or backward on one device.
             host_collective: seconds of the host for a collective.
         """
         device, _, host = seconds

@@ -171,7 +171,7 @@ class Estimator:
         device, exchange, host = (sum(number * seconds[i] for number, seconds in spent) for i in range(3))
         if candidate.branches:
             slowest = self._slowest(candidate.tp, candidate.rows)
-            device, exchange, host = slowest.half((device, exchange, host), self.profile.host_collective)
+            device, exchange, host = slowest.of_pass((device, exchange, host), self.profile.host_collective)
             copied, calls = self._copied_replicas(candidate)
             device, host = device + copied, host + calls
         return device, exchange, host + self._pass_host(candidate, kind, rank)
@@ -179,7 +179,8 @@ class Estimator:
     def _copied_replicas(self, candidate: Candidate) -> tuple[float, float]:
         """(device, host) seconds in which FSDP2 copies each parameter, or its gradient, in a forward or backward.
 
-        With branches, FSDP2 holds replicated parameters too, and copies them one by one; without, torch's DDP's buckets do.
+        With branches, FSDP2 also holds parameters that are only replicated, and copies them one by one. Without branches,
+        buckets reduce their gradients (``runtime/weights/buckets.py``), and nothing is copied.
         """
         if candidate.dp_shard > 1 or candidate.dp_replicate == 1:
             return 0.0, 0.0

@@ -136,10 +136,16 @@ class Rehearsals:
 
     @cached_property
     def has_branches(self) -> bool:
-        """Whether modules could run at the same time: in the model with few blocks, as in the full one."""
+        """Whether modules could run at the same time: in the model with few blocks, as in the full one.
+
+        False if its forward cannot be recorded, as branches would need.
+        """
         batch, loss = take_rows(self.batch, 0, FEW_ROWS), self.loss or output_loss
         planned = self._rehearsal(self._few.most, 1).planned
-        return bool(concurrent(planned.graph(lambda model: loss(call_model(model, copied(batch))))))
+        try:
+            return bool(concurrent(planned.graph(lambda model: loss(call_model(model, copied(batch))))))
+        except PlanError:
+            return False
 
     @property
     def blocks(self) -> tuple[str, ...]:
