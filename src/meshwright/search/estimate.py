@@ -240,15 +240,8 @@ class Estimator:
 
     def _synchronizations(self, candidate: Candidate) -> float:
         """How often a rank meets others in a step, as ``predict`` counts it: collectives, receives, clipping."""
-        layer_costs, microbatches = self._layer_costs[candidate.sharding], candidate.microbatches
-        rank = max(self._ranks.of(candidate), key=lambda rank: rank.blocks)
-        units = rank.blocks + 1
-        over_tp = sum(
-            rank.blocks * calls.block.collectives + sum(getattr(calls, end).collectives for end in rank.ends)
-            for calls in (layer_costs.forward, layer_costs.backward)
-        )
-        if candidate.branches:
-            over_tp = self._slowest(candidate.tp, candidate.rows).collectives
+        rank, microbatches = max(self._ranks.of(candidate), key=lambda rank: rank.blocks), candidate.microbatches
+        units, over_tp = rank.blocks + 1, self._collectives_over_tp(candidate, rank)
         gathers = (microbatches if candidate.pp == 1 else 1) * (2 if candidate.reshard and candidate.pp == 1 else 1)
         over_data = units * (gathers + 1) if candidate.dp_shard > 1 else 0
         if candidate.dp_replicate > 1:
@@ -256,6 +249,16 @@ class Estimator:
         receives = microbatches * candidate.chunks if candidate.pp > 1 else 0
         clipping = candidate.pp * candidate.data * candidate.tp > 1
         return microbatches * over_tp + over_data + receives + clipping
+
+    def _collectives_over_tp(self, candidate: Candidate, rank: Rank) -> float:
+        """The number of collectives over tp in the forward and backward of a microbatch."""
+        if candidate.branches:
+            return self._slowest(candidate.tp, candidate.rows).collectives
+        layer_costs = self._layer_costs[candidate.sharding]
+        return sum(
+            rank.blocks * calls.block.collectives + sum(getattr(calls, end).collectives for end in rank.ends)
+            for calls in (layer_costs.forward, layer_costs.backward)
+        )
 
     def _microbatch(self, *passes: PassSeconds) -> dict[str, float]:
         """The terms of one microbatch, summed over its forward and its backward.

@@ -11,7 +11,7 @@ Deterministic: the same model and hardware give the same plans in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -180,7 +180,7 @@ class _Space:
             tell: see ``find_plans``.
         """
         options, rehearsals = model.options, model.rehearsals()
-        layer_costs = _layer_costs(rehearsals, devices, per_node, tell)
+        layer_costs = _layer_costs(rehearsals, [tp for tp in divisors(devices) if tp <= per_node], tell)
         blocks = max(of_tp.blocks for of_tp in layer_costs.values())
         alone = blocks and 1 in layer_costs  # a plan may ask for slices of tp
         sends = rehearsals.sends() if alone and devices > 1 else None
@@ -267,26 +267,27 @@ def _on_nodes(profile: Profile, devices: int, nodes: int | None) -> Profile:
 
 
 def _layer_costs(
-    rehearsals: Rehearsals, devices: int, per_node: int, tell: Callable[[str], None]
+    rehearsals: Rehearsals, tps: Iterable[int], tell: Callable[[str], None], *, sequence: bool = True
 ) -> dict[int, LayerCosts]:
-    """Size of tp → the costs of the layers, for the sizes that the model allows.
+    """Size of tp → the costs of the layers, for those of ``tps`` that the model allows.
+
+    ``sequence``: whether the sequence is sharded.
 
     Raises:
-        PlanError: the model allows no size of tp. The error is that of the first size.
+        PlanError: the model allows none of ``tps``. The error is that of the first.
     """
     layer_costs: dict[int, LayerCosts] = {}
     problems: list[PlanError] = []
-    for tp in divisors(devices):
-        if tp <= per_node:
-            tell(f"rehearsing a few blocks with tp={tp}")
-            try:
-                costs_of_tp = rehearsals.layer_costs(tp)
-            except PlanError as problem:
-                problems.append(problem)  # the model cannot be sharded over this size
-                continue
-            if costs_of_tp is not None:
-                layer_costs[tp] = costs_of_tp
-    if not layer_costs:
+    for tp in tps:
+        tell(f"rehearsing a few blocks with tp={tp}{'' if sequence else ', without sequence parallelism'}")
+        try:
+            costs_of_tp = rehearsals.layer_costs(tp, sequence=sequence)
+        except PlanError as problem:
+            problems.append(problem)  # the model cannot be sharded over this size
+            continue
+        if costs_of_tp is not None:
+            layer_costs[tp] = costs_of_tp
+    if problems and not layer_costs:
         raise problems[0]
     return layer_costs
 
@@ -306,12 +307,7 @@ def _costs_without_sequence(
     several = [tp for tp in tps if tp > 1]
     if options.get("sequence_parallel") is not None or not several or not _gathers_slowly(profile):
         return {}
-    without_sequence: dict[int, LayerCosts] = {}
-    for tp in several:
-        tell(f"rehearsing a few blocks with tp={tp}, without sequence parallelism")
-        if (costs := rehearsals.layer_costs(tp, sequence=False)) is not None:
-            without_sequence[tp] = costs
-    return without_sequence
+    return _layer_costs(rehearsals, several, tell, sequence=False)
 
 
 def _gathers_slowly(profile: Profile) -> bool:
