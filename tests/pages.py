@@ -10,7 +10,7 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: smaller=KEY=VALUE -->   bash: run with this ``--set``, a smaller model: that of the page is too large for these machines
     <!-- block: quick=KEY=VALUE -->  bash: the same, but `make proof` runs it as it stands
     <!-- block: steps=4 -->          bash: `meshwright train` takes this many steps, and those of the page in `make proof`
-    <!-- block: proof -->           bash: `make proof` alone runs it; else its commands are read
+    <!-- block: proof -->           bash, python: `make proof` alone runs it; else its commands are read, its Python is compiled
     <!-- block: as=PAGE -->          any: it stands on that page of docs/ too, with the same output, and is run there
     <!-- block: not run: why -->     any: it needs what is not here. Its Python is compiled, its bash and its YAML are read
 
