@@ -100,7 +100,7 @@ def test_a_model_that_checks_its_numbers_is_sharded_and_staged_as_any_other(mesh
     assert not recipe.notes
     assert len(recipe.stages) == (2 if mesh == "pp=2" else 0)
     assert any(isinstance(line.tp, mw.Shard) for line in recipe.parameters) == (mesh == "tp=2")
-    assert mw.check(Guarded, (x,), {"mesh": mesh}, loss=lambda loss: loss, workers=workers).passed
+    assert mw.check(Guarded, (x,), {"mesh": mesh}, loss=lambda loss: loss, workers=workers, dtype=torch.float64).passed
 
 
 def not_finite() -> str:

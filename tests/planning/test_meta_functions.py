@@ -54,5 +54,6 @@ class Masks(nn.Module):
 
 @pytest.mark.parametrize("plan", ["pp=2", "pp=3", "pp=2,tp=2"])
 def test_a_pipeline_inverts_a_spectrum(plan: str, workers: LocalWorkers) -> None:
-    report = mw.check(Masks, (torch.randn(4, 64, generator=torch.Generator().manual_seed(0)),), plan, workers=workers)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    report = mw.check(Masks, (x,), plan, workers=workers, dtype=torch.float64)
     assert report, report

@@ -325,5 +325,5 @@ class TriesBoth(Tokens):
 @pytest.mark.parametrize("plan", ["pp=2", "pp=3", "dp_shard=2", "tp=2", "pp=2,tp=2"])
 def test_what_a_call_raises_is_caught_on_every_rank(plan, workers):
     ids = torch.randint(0, CLASSES, (6, 5), generator=torch.Generator().manual_seed(1))
-    report = mw.check(TriesBoth, {"ids": ids, "labels": ids}, plan, workers=workers)
+    report = mw.check(TriesBoth, {"ids": ids, "labels": ids}, plan, workers=workers, dtype=torch.float64)
     assert report, report

@@ -92,7 +92,7 @@ class ChannelsLast(nn.Module):
 
 
 def passes(build: Any, x: Tensor, plan: Any, workers: LocalWorkers) -> None:
-    report = mw.check(build, (x,), plan, loss=lambda loss: loss, workers=workers)
+    report = mw.check(build, (x,), plan, loss=lambda loss: loss, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 

@@ -75,7 +75,7 @@ def test_sparse_buffers(kind: str, mesh: str, workers: LocalWorkers) -> None:
         with pytest.raises(mw.PlanError, match="do not have strides"):
             mw.check(partial(Graph, kind), rows(), mesh, workers=workers)
         return
-    report = mw.check(partial(Graph, kind), rows(), mesh, workers=workers)
+    report = mw.check(partial(Graph, kind), rows(), mesh, workers=workers, dtype=torch.float64)
     assert report, report
 
 
@@ -94,13 +94,13 @@ class Computed(nn.Module):
 @pytest.mark.parametrize("mesh", ["tp=2", "dp_shard=2"])
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc"])
 def test_constructors_that_compute_with_sparse_matrices(kind: str, mesh: str, workers: LocalWorkers) -> None:
-    report = mw.check(partial(Computed, kind), rows(), mesh, workers=workers)
+    report = mw.check(partial(Computed, kind), rows(), mesh, workers=workers, dtype=torch.float64)
     assert report, report
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "pp=3", "dp_shard=2,tp=2"])
 def test_sparse_buffers_that_no_forward_uses(mesh: str, workers: LocalWorkers) -> None:
-    report = mw.check(Unused, rows(), mesh, workers=workers)
+    report = mw.check(Unused, rows(), mesh, workers=workers, dtype=torch.float64)
     assert report, report
 
 

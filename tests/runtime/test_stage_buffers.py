@@ -176,7 +176,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=3", "tp=2", "dp_shard=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("how", ["None before", "new"])
 def test_buffers_that_forwards_make(how: str, mesh: str, workers: LocalWorkers) -> None:
-    report = mw.check(partial(CachedBlocks, how), batches()[0], mesh, workers=workers)
+    report = mw.check(partial(CachedBlocks, how), batches()[0], mesh, workers=workers, dtype=torch.float64)
     assert report, report
 
 

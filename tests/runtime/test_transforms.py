@@ -94,7 +94,7 @@ OFTEN = {("physics", "pp=2"), ("grad of the batch", "tp=2"), ("grad of the batch
 def test_a_module_may_be_called_within_a_transform(case: str, plan: str, workers: LocalWorkers) -> None:
     build, shape = CASES[case]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    report = mw.check(build, (x,), PLANS[plan], loss=lambda loss: loss, workers=workers)
+    report = mw.check(build, (x,), PLANS[plan], loss=lambda loss: loss, workers=workers, dtype=torch.float64)
     assert report.passed, str(report)
 
 
@@ -203,7 +203,9 @@ def test_a_buffer_that_a_function_takes_by_itself_is_that_of_its_last_writer(
     early: Any, late: Any, workers: LocalWorkers
 ) -> None:
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    report = mw.check(lambda: KeepsScale(early, late), (x,), {"mesh": "pp=2"}, loss=lambda loss: loss, workers=workers)
+    report = mw.check(
+        lambda: KeepsScale(early, late), (x,), "pp=2", loss=lambda loss: loss, workers=workers, dtype=torch.float64
+    )
     assert report.passed, str(report)
 
 
@@ -264,7 +266,13 @@ def test_what_a_function_assigns_by_itself_is_used_in_its_stage(early: Any, late
     """What is assigned within a transform is no result of it: a stage without the transform would have an old buffer."""
     x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     report = mw.check(
-        lambda: KeepsScale(early, late), (x,), {"mesh": "pp=2"}, loss=lambda loss: loss, steps=2, workers=workers
+        lambda: KeepsScale(early, late),
+        (x,),
+        "pp=2",
+        loss=lambda loss: loss,
+        steps=2,
+        workers=workers,
+        dtype=torch.float64,
     )
     assert report.passed, str(report)
 
