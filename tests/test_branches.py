@@ -366,16 +366,24 @@ def test_dropout_differs_between_branches_and_leaves_the_trunk_in_step(workers: 
     assert not torch.equal(zeros[0][0], zeros[1][0])  # and every forward draws anew
 
 
-def test_what_no_branch_holds_draws_what_one_device_draws(workers: LocalWorkers) -> None:
-    one_on_the_trunk = {"mesh": {"tp": 2}, "modules": {"block_b": {"on": "tp[1:2]"}}}
-    for plan, rows in ((one_on_the_trunk, 6), (beside(1, 2, b={"dp": 2}), 7)):
-        for found in workers.run(drawing.all_beside_one_device, plan, rows, ranks=plan["mesh"]["tp"]):
-            for draw, got in found.items():
-                if "error" in got:  # it would have to wait for one branch, before the other
-                    assert draw == "by_values" and "at the same time as" in got["error"], (draw, got)
-                    continue
-                assert got["losses"] == pytest.approx(got["expected"], rel=CLOSE), draw
-                assert got["off"] < CLOSE and got["in step"], draw
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        ({"mesh": {"tp": 2}, "modules": {"block_b": {"on": "tp[1:2]"}}}, 6),
+        pytest.param(beside(1, 2, b={"dp": 2}), 7, marks=pytest.mark.proof),
+    ],
+    ids=["one on the trunk", "1+2"],
+)
+def test_what_no_branch_holds_draws_what_one_device_draws(
+    plan: dict[str, Any], rows: int, workers: LocalWorkers
+) -> None:
+    for found in workers.run(drawing.all_beside_one_device, plan, rows, ranks=plan["mesh"]["tp"]):
+        for draw, got in found.items():
+            if "error" in got:  # it would have to wait for one branch, before the other
+                assert draw == "by_values" and "at the same time as" in got["error"], (draw, got)
+                continue
+            assert got["losses"] == pytest.approx(got["expected"], rel=CLOSE), draw
+            assert got["off"] < CLOSE and got["in step"], draw
 
 
 def whole_state(plan: Any) -> dict[str, Tensor]:

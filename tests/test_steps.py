@@ -275,9 +275,18 @@ def writing(cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_model_writes_to_its_batch_is_written_once_a_step(ranks: int, workers: LocalWorkers) -> None:
-    cases = {name: (build, plan) for name, (build, plan, size) in WRITING.items() if size == ranks}
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["one rank", "microbatches"],
+        ["tp", "data", "stages, coupled"],
+        pytest.param(["data, coupled", "stages", "stages, two a rank"], marks=pytest.mark.proof),
+    ],
+    ids="; ".join,
+)
+def test_what_a_model_writes_to_its_batch_is_written_once_a_step(names: list[str], workers: LocalWorkers) -> None:
+    cases = {name: WRITING[name][:2] for name in names}
+    (ranks,) = {WRITING[name][2] for name in names}
     results = workers.run(writing, list(cases.values()), ranks=ranks)
     alone = {build: writing_alone(build) for build, _ in cases.values()}
     wrong = []

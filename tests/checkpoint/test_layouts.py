@@ -91,11 +91,12 @@ def loaded_without_data(folder):
     return state(job, optimizer)
 
 
-def test_plain_dcp_reads_it(runs):
+@pytest.mark.parametrize("name", ["pp2", pytest.param("pp2-tp2", marks=pytest.mark.proof)])
+def test_plain_dcp_reads_it(name, runs):
     """Under the names that ``get_state_dict`` gives, with nothing of ours."""
     from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 
-    folder, (before, *_) = runs("pp2-tp2")
+    folder, (before, *_) = runs(name)
     module, _ = plain()
     wanted = {"model": {n: torch.empty_like(p) for n, p in module.named_parameters()}}
     state_dict_loader.load(wanted, storage_reader=FileSystemReader(f"{folder}/step-00000002"), no_dist=True)

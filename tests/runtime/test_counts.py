@@ -186,7 +186,7 @@ LAYOUTS = {
     "tp=2": {"mesh": "tp=2", "microbatches": 4},
     "recompute": {"mesh": "dp_shard=2", "microbatches": 2, "recompute": "blocks"},
 }
-QUICK = ("dp_shard=2",)
+FEW = [BySum, PickedOfBatch, PerPlace, OfMeans, PutBack]  # a sum, a pick, places, a ratio, what is put back
 
 
 def seen(models, plan):
@@ -204,12 +204,16 @@ def seen(models, plan):
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.proof) for name in LAYOUTS]
+    ("layout", "builds"),
+    [
+        pytest.param("dp_shard=2", FEW, id="dp_shard=2, a few"),
+        *(pytest.param(name, MODELS, id=name, marks=pytest.mark.proof) for name in LAYOUTS),
+    ],
 )
-def test_a_mean_is_that_of_one_device_and_rows_stay_divided(layout, workers):
+def test_a_mean_is_that_of_one_device_and_rows_stay_divided(layout, builds, workers):
     plan = LAYOUTS[layout]
-    found = workers.run(seen, MODELS, plan, ranks=mw.Plan.parse(plan).mesh.size, timeout=600)[0]  # many models, 8 ranks
-    for build, (rows, loss, gradients, notes) in zip(MODELS, found, strict=True):
+    found = workers.run(seen, builds, plan, ranks=mw.Plan.parse(plan).mesh.size, timeout=600)[0]  # many models, 8 ranks
+    for build, (rows, loss, gradients, notes) in zip(builds, found, strict=True):
         torch.manual_seed(0)
         model = build().double()
         expected = model(**batch()).loss
@@ -306,10 +310,16 @@ class TemperedWeights(Tempered):
 WRITTEN = [Tempered, TemperedBy, TemperedWeights]
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("pp=2", marks=pytest.mark.proof)])
-def test_a_number_of_the_batch_may_be_written_to_by_what_has_no_name(layout, workers):
+@pytest.mark.parametrize(
+    ("layout", "builds"),
+    [
+        pytest.param("dp_shard=2", WRITTEN[:1], id="dp_shard=2, one"),
+        *(pytest.param(name, WRITTEN, id=name, marks=pytest.mark.proof) for name in ("dp_shard=2", "pp=2")),
+    ],
+)
+def test_a_number_of_the_batch_may_be_written_to_by_what_has_no_name(layout, builds, workers):
     for build, (_, loss, gradients, _) in zip(
-        WRITTEN, workers.run(seen, WRITTEN, LAYOUTS[layout], ranks=2)[0], strict=True
+        builds, workers.run(seen, builds, LAYOUTS[layout], ranks=2)[0], strict=True
     ):
         torch.manual_seed(0)
         model = build().double()

@@ -154,11 +154,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2"])
-def test_what_couples_rows_is_found_in_any_precision_and_at_initial_weights(mesh, workers):
-    cases = [(build, {"mesh": mesh, "precision": precision}) for build, precision in CASES]
-    found = workers.run(kinds, cases, ranks=2)[0]
-    assert dict(zip(CASES, found, strict=True)) == CASES
+FEW = [(Tokens, "float32"), (Normalised, "float32"), (Balanced, "bfloat16"), (Filled, "float32")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [
+        pytest.param("dp_shard=2", FEW, id="dp_shard=2, a few"),
+        *(pytest.param(mesh, list(CASES), id=mesh, marks=pytest.mark.proof) for mesh in ("dp_shard=2", "pp=2")),
+    ],
+)
+def test_what_couples_rows_is_found_in_any_precision_and_at_initial_weights(mesh, cases, workers):
+    plans = [(build, {"mesh": mesh, "precision": precision}) for build, precision in cases]
+    assert workers.run(kinds, plans, ranks=2)[0] == [CASES[case] for case in cases]
 
 
 class Centred(nn.Module):
@@ -292,12 +300,12 @@ def gradients_in_float32(build, plan):
     return found, [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.parametrize("plan", ["dp_shard=2,tp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("build", [Tokens, Typed])
-def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(build, workers):
-    for plan in ("dp_shard=2,tp=2", "pp=2,tp=2"):
-        found, expected = workers.run(gradients_in_float32, build, plan, ranks=4)[0]
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+def test_what_the_trial_computes_in_is_not_what_the_step_computes_in(build, plan, workers):
+    found, expected = workers.run(gradients_in_float32, build, plan, ranks=4)[0]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 class Placed(Tokens):
@@ -898,10 +906,10 @@ BY_NUMBER = dict.fromkeys(["the_hardest", "the_first", "a_term", "a_divisor"], "
 )
 
 
-def kinds_by_number(plan):
+def kinds_by_number(plan, whats):
     """How 24 rows combine; and how they are said to after 8 rows, with the error of the step."""
     found = {}
-    for what in BY_NUMBER:
+    for what in whats:
         for sizes in ((24,), (8, 24)):
             job = mw.parallelize(partial(ByNumber, what), plan, batch=tokens(sizes[0]))
             error = ""
@@ -915,11 +923,17 @@ def kinds_by_number(plan):
 
 
 @pytest.mark.parametrize(
-    "plan", [{"mesh": "dp_shard=2"}, pytest.param(MICROBATCHES[0], marks=pytest.mark.proof)], ids=str
+    ("plan", "whats"),
+    [
+        pytest.param({"mesh": "dp_shard=2"}, ["the_first", "a_divisor", "blocks"], id="dp_shard=2, a few"),
+        pytest.param({"mesh": "dp_shard=2"}, list(BY_NUMBER), id="dp_shard=2", marks=pytest.mark.proof),
+        pytest.param(MICROBATCHES[0], list(BY_NUMBER), id="microbatches", marks=pytest.mark.proof),
+    ],
 )
-def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, workers):
-    found = workers.run(kinds_by_number, plan, ranks=2, timeout=300)[0]
-    for what, kind in BY_NUMBER.items():
+def test_what_is_done_with_many_rows_and_not_with_few_couples_them(plan, whats, workers):
+    found = workers.run(kinds_by_number, plan, whats, ranks=2, timeout=300)[0]
+    for what in whats:
+        kind = BY_NUMBER[what]
         assert found[what, (24,)] == (kind, False), what
         if what == "the_hardest":  # a number of rows picks from all of them
             assert found[what, (8, 24)] == ("coupled", False)
@@ -1019,7 +1033,7 @@ OF_INTEGERS = dict.fromkeys(["a_column", "a_column_and_an_order", "a_column_of_a
 )  # fmt: skip
 
 
-def kinds_of_integers(plan, rows):
+def kinds_of_integers(plan, rows, terms):
     """The ids of all rows are alike: of one sum, with one place; and all rows have one class, and no mask."""
     several = torch.tensor([[2, 4, 8, 10, 4, 6], [4, 2, 6, 8, 10, 4], [10, 4, 2, 6, 8, 4], [6, 8, 4, 2, 4, 10]])
     batch = {
@@ -1028,7 +1042,7 @@ def kinds_of_integers(plan, rows):
         "mask": torch.ones(rows, 6, dtype=torch.bool),
     }
     found = {}
-    for term in OF_INTEGERS:
+    for term in terms:
         build = InBranches if "modules" in plan else OfIntegers
         job = mw.parallelize(partial(build, term), plan, batch=batch)
         job.step(own_rows(job, batch))
@@ -1036,22 +1050,30 @@ def kinds_of_integers(plan, rows):
     return found
 
 
-@pytest.mark.parametrize("rows", [4, pytest.param(8, marks=pytest.mark.proof)])
+MEETING = {
+    "dp_shard=2": {"mesh": "dp_shard=2"},
+    "pp=2": {"mesh": "pp=2", "microbatches": 2},
+    "branches": {
+        "mesh": "tp=2", "microbatches": 2, "modules": {"terms": {"on": "tp[0:1]"}, "side": {"on": "tp[1:2]"}}
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("layout", "rows", "terms"),
     [
-        {"mesh": "dp_shard=2"},
-        {"mesh": "pp=2", "microbatches": 2},
-        pytest.param(
-            {"mesh": "tp=2", "microbatches": 2, "modules": {"terms": {"on": "tp[0:1]"}, "side": {"on": "tp[1:2]"}}},
-            marks=pytest.mark.proof,
+        pytest.param("dp_shard=2", 4, ["a_column", "triplets", "a_number", "documents", "places"], id="a few"),
+        *(
+            pytest.param(layout, rows, list(OF_INTEGERS), id=f"{layout}-{rows}", marks=pytest.mark.proof)
+            for layout in MEETING
+            for rows in (4, 8)
         ),
     ],
-    ids=["dp_shard=2", "pp=2", "branches"],
 )
-def test_rows_that_meet_only_with_other_integers_than_those_of_the_batch_couple(plan, rows, workers):
+def test_rows_that_meet_only_with_other_integers_than_those_of_the_batch_couple(layout, rows, terms, workers):
     """A stage or branch that refuses other integers is one of the cases: it says nothing, and nobody waits for it."""
-    assert workers.run(kinds_of_integers, plan, rows, ranks=2)[0] == OF_INTEGERS
+    found = workers.run(kinds_of_integers, MEETING[layout], rows, terms, ranks=2)[0]
+    assert found == {term: OF_INTEGERS[term] for term in terms}
 
 
 class LargestOfAMask(nn.Module):
@@ -1161,22 +1183,29 @@ class Picking(nn.Module):
         return self.pick(torch.cat([self.alike.expand(*h.shape[:-1], 2), h], -1)).mean()
 
 
-def rows_of_picks():
+def rows_of_picks(each, all_rows):
     x = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1))
     found = []
-    for kinds in (OF_EACH_ROW, OF_ALL_ROWS):
+    for kinds, names in ((OF_EACH_ROW, each), (OF_ALL_ROWS, all_rows)):
         found.append({})
-        for name, pick in kinds.items():
-            job = mw.parallelize(partial(Picking, pick), "dp_shard=2", batch={"x": x[:4]}, loss=lambda y: y)
+        for name in names:
+            job = mw.parallelize(partial(Picking, kinds[name]), "dp_shard=2", batch={"x": x[:4]}, loss=lambda y: y)
             job.step({"x": x[4 * job.rank : 4 * job.rank + 4]})
             found[-1][name] = job.rows
     return found
 
 
-def test_what_picks_from_numbers_of_all_rows_couples_them_whatever_it_picks_now(workers):
-    of_each, of_all = workers.run(rows_of_picks, ranks=2)[0]
-    assert of_each == dict.fromkeys(OF_EACH_ROW, "mean")
-    assert of_all == dict.fromkeys(OF_ALL_ROWS, "coupled")
+@pytest.mark.parametrize(
+    ("each", "all_rows"),
+    [
+        pytest.param(["topk", "sort", "quantile", "amax"], ["topk", "max", "sort"], id="a few"),
+        pytest.param(list(OF_EACH_ROW), list(OF_ALL_ROWS), id="all", marks=pytest.mark.proof),
+    ],
+)
+def test_what_picks_from_numbers_of_all_rows_couples_them_whatever_it_picks_now(each, all_rows, workers):
+    of_each, of_all = workers.run(rows_of_picks, each, all_rows, ranks=2)[0]
+    assert of_each == dict.fromkeys(each, "mean")
+    assert of_all == dict.fromkeys(all_rows, "coupled")
 
 
 class Suspicious(nn.Module):

@@ -177,7 +177,15 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("build", "plans"), [(Counting, PLANS), (Hooked, PLANS[2:]), (Statistics, PLANS)])
+@pytest.mark.parametrize(
+    ("build", "plans"),
+    [
+        (Counting, PLANS[:1]),
+        (Hooked, PLANS[2:]),
+        (Statistics, PLANS),
+        pytest.param(Counting, PLANS[1:], marks=pytest.mark.proof),
+    ],
+)
 def test_state_is_that_of_one_forward_a_step(
     workers: LocalWorkers, build: Callable[[], nn.Module], plans: list[dict[str, Any]]
 ) -> None:

@@ -221,17 +221,15 @@ def test_functions_are_those_of_one_device(
     assert not found, "\n\n".join(found)
 
 
-def test_some_functions_are_those_of_one_device(workers: LocalWorkers) -> None:
-    names = [
-        "linalg.solve",
-        "scatter_reduce.amax",
-        "nn.functional.conv_transpose1d",
-        "index_put",
-        "cumprod",
-        "diff",
-        "logcumsumexp",
-    ]
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ("tp=2", ["linalg.solve", "scatter_reduce.amax", "nn.functional.conv_transpose1d", "index_put"]),
+        pytest.param("pp=2", ["cumprod", "diff", "logcumsumexp"], marks=pytest.mark.proof),
+    ],
+    ids=["tp=2", "pp=2"],
+)
+def test_some_functions_are_those_of_one_device(plan: str, names: list[str], workers: LocalWorkers) -> None:
     calls = [call for name in names if runs_alone(call := Call(name, "op", 1, 1))]
     assert len(calls) == len(names)
-    for plan in ("tp=2", "pp=2"):
-        assert not list(wrong(calls, plan, workers))
+    assert not list(wrong(calls, plan, workers))
