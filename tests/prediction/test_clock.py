@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hardware.profile import Curve, Link, Profile
 from meshwright.mesh import Mesh
-from meshwright.prediction.clock import Clock
+from meshwright.prediction.clock import SPAN, SPANS_OF_UNIT, Clock
 from meshwright.prediction.trace import Began, Collective, Op, Trace
 from meshwright.schedule import Action
 
@@ -100,9 +100,14 @@ def test_a_group_is_named_by_the_axes_along_which_it_lies():
 def test_a_job_s_own_time_is_the_host_s():
     """Of a CPU: 2 for the action, 3 for a gather by FSDP2, 5 for a collective of tp, 4 for a send, 1 for each function."""
     times = {"host": 1.0, "host_unit": 3.0, "host_collective": 5.0, "job_action": 2.0, "job_step": 7.0, "cores": 1}
-    events = [gather(1.0), matmul(1.0), Collective("all_reduce", 10**9, (0, 2))]
-    spent = forward(events, mesh="tp=2,dp_shard=2", **times)
-    assert spent.host.seconds == pytest.approx(2 + 3 + 5 + 1)
+    hooks = [Op(name, "other", 0, 0, "") for name in (SPAN, "_record_function_exit")] * SPANS_OF_UNIT
+    over_tp = Collective("all_reduce", 10**9, (0, 1))
+    spent = forward([*hooks, gather(1.0), matmul(1.0), over_tp], mesh="tp=2,dp_shard=2", **times)
+    assert spent.host.seconds == pytest.approx(2 + (3 + 8) + 5 + 1)
+    replicas = Collective("all_reduce", 10**9, (0, 2))
+    assert forward([*hooks, replicas], mesh="tp=2,dp_replicate=2", **times).host.seconds == pytest.approx(
+        2 + (3 + 8) + 5
+    )
     sends = [Collective(kind, 10**6, (0, 1)) for kind in ("send", "recv")]
     assert forward(sends, mesh="pp=2", **times).host.seconds == 2 + 2 * 5
     assert forward(sends, mesh="pp=2", **times, host_send=4.0).host.seconds == 2 + 2 * 4

@@ -24,7 +24,7 @@ def test_the_device_s_fraction_of_an_update_is_the_difference_between_a_wide_and
     """The host's part is the same in both. On a busy machine a fraction may come out above 1 or below 0."""
 
     def run(update: float, device: float) -> _JobRun:
-        return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0, {})
+        return _JobRun(0.0, update, {"update": 100}, {"update": device}, 0, 0, {})
 
     assert fraction_of_updates(run(1.0, 0.0), run(wide, 10.0)) == fraction
 

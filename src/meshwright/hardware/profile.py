@@ -193,8 +193,8 @@ class Profile:
         cores: number of devices of a node that can compute at the same time, if devices are processes that share cores; 0:
             all of them.
         host_collective: seconds of the host for the call of a collective; 0 if the latency of the link includes them.
-        host_unit: seconds of the host for a gather or a reduction of parameters, with the FSDP2 hooks that call it; 0:
-            ``host_collective``.
+        host_unit: seconds of the host for a gather or a reduction of an FSDP unit, with the hooks around it, besides their
+            functions; 0: ``host_collective``.
         host_send: seconds of the host for a send or a receive between stages of a pipeline, with what a stage does for it
             besides its functions; 0: ``host_collective``.
         host_update: seconds of the host for a function of clipping or of the optimizer; 0: ``host``.
@@ -280,6 +280,11 @@ class Profile:
         peak = self.peak[peak_dtype]
         efficiency = curves[curve_dtype].at(flops * self.peak[curve_dtype] / peak)
         return flops / (peak * efficiency), peak_dtype == dtype == curve_dtype
+
+    @property
+    def unit(self) -> float:
+        """Seconds of the host for a gather or a reduction of an FSDP unit."""
+        return self.host_unit or self.host_collective
 
     @property
     def send(self) -> float:

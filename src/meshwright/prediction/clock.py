@@ -6,7 +6,8 @@
 | a collective | α–β model, by algorithm and by how its group lies on nodes | `meshwright.hardware.collectives` |
 | functions of clip and optimizer on the device | update_fraction · Σ of them | `Clock._phase` |
 | host of an action | job_action + functions · host + collectives · host_collective | `Clock._phase` |
-| its collectives over data, its sends and receives | host_unit, host_send in place of host_collective | `Clock._phase` |
+| of FSDP2's hooks, with their collectives | + spans · host_unit / 4, see `SPANS_OF_UNIT` | `Clock._phase` |
+| its sends and receives | host_send in place of host_collective | `Clock._phase` |
 | host of clip and optimizer | functions · host_update, or host_sharded if parameters are DTensors | `Profile.update` |
 | host and device of an action | max(Σ device, Σ host) if the device has a queue; on a CPU their sum | `waits_for_host` |
 | a gather over a data axis | begins with the compute of the previous unit; its own unit waits for it | `_ActionClock.gather` |
@@ -33,6 +34,9 @@ from meshwright.prediction.trace import Began, Collective, Event, Op, Trace
 from meshwright.schedule import Action
 
 DATA = ("dp_replicate", "dp_shard")
+SPAN, SPANS_OF_UNIT = "_record_function_enter_new", 4
+"""FSDP2's hooks name parts of themselves for a profiler (``record_function``). They show where hooks run that gather and reduce
+nothing, as those of replicated units. A gather, or a reduction, of a unit has four spans with the hooks around it."""
 UPDATES = ("clip", "optimizer")
 """The labels of the phases that update parameters."""
 
@@ -106,7 +110,8 @@ class Clock:
             if isinstance(event, Op):
                 if event.flops or event.moved:  # if both are 0, no kernel runs
                     clock.device += self._profile.compute(event.flops, event.moved, event.dtype, event.kind)
-                clock.host += Estimate(host, self._profile.scatter)
+                hook = self._profile.unit / SPANS_OF_UNIT if event.name == SPAN else 0.0
+                clock.host += Estimate(host + hook, self._profile.scatter)
             elif isinstance(event, Collective) and event.kind in ("send", "recv"):
                 sends += event.nbytes if event.kind == "send" else 0
                 clock.host += Estimate(self._profile.send, self._profile.scatter)
@@ -135,8 +140,10 @@ class Clock:
         if group.ranks == 1:
             return
         over_data = axis in (*DATA, "·".join(DATA))
-        host = (over_data and self._profile.host_unit) or self._profile.host_collective
-        clock.host += Estimate(host, self._profile.scatter)
+        if not (
+            over_data and event.kind in ("all_gather", "reduce_scatter")
+        ):  # these FSDP2 calls, whose hooks are counted
+            clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
         overlapping = {"all_gather": clock.gather, "reduce_scatter": clock.reduce}
         if backward:

@@ -8,7 +8,7 @@ collectives of each job. Each run in this table has one cost more than the runs 
 | the model, without a job, beside each job | F = functions · host + device; B likewise | host, host_backward |
 | a job: 4 microbatches minus 1 | 3 (F + B + 2 job_action) | job_action |
 | a job, one microbatch | F + B + 2 job_action + job_step | job_step |
-| a job over dp_shard=2 | as one process + (gathers and reductions) · host_unit | host_unit |
+| a job over dp_shard=2 | as one process + spans of FSDP2's hooks · host_unit / 4 | host_unit |
 | clip and optimizer: one process, a narrow and a wide model | functions · host_update + update_fraction · device | both |
 | clip and optimizer: dp_shard=2 | functions · host_sharded + update_fraction · device | host_sharded |
 | a job over tp=2 | as one process + collectives · host_collective | host_collective |
@@ -38,7 +38,7 @@ from meshwright.hardware.text import HOST
 from meshwright.mesh import Mesh
 from meshwright.plan import Plan
 from meshwright.planned import make_job
-from meshwright.prediction.clock import UPDATES, Clock, last_step
+from meshwright.prediction.clock import SPAN, SPANS_OF_UNIT, UPDATES, Clock, last_step
 from meshwright.prediction.rehearsal import rehearsal_of, rehearse
 from meshwright.prediction.trace import Collective, Op
 from meshwright.runtime.rows.batch import copied
@@ -117,10 +117,10 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
     job_action = max(0.0, often - once) / (2 * (MICROBATCHES - 1))
     job_step = max(0.0, once - 2 * job_action)
 
-    def seconds_per_collective(run: _JobRun, microbatches: int = 1) -> float:
-        """The host's seconds of one collective, or send, in a run."""
-        in_collectives = run.beside_functions(single) - 2 * microbatches * job_action - job_step
-        return max(0.0, in_collectives) / run.collectives
+    def seconds_of_each(calls: float, run: _JobRun, microbatches: int = 1) -> float:
+        """The host's seconds of one of these collectives, sends or units in a run, which take all time besides functions."""
+        in_calls = run.beside_functions(single) - 2 * microbatches * job_action - job_step
+        return max(0.0, in_calls) / calls
 
     update_fraction = fraction_of_updates(single, wide)
     host_update, host_sharded = (
@@ -132,9 +132,9 @@ def job_costs(profile: Profile, workers: LocalWorkers, steps: int = STEPS) -> Pr
         "host_backward": host_backward,
         "job_action": job_action,
         "job_step": job_step,
-        "host_unit": seconds_per_collective(sharded),
-        "host_send": seconds_per_collective(pipelined, MICROBATCHES),
-        "host_collective": seconds_per_collective(tensor_parallel),
+        "host_unit": seconds_of_each(sharded.spans / SPANS_OF_UNIT, sharded),
+        "host_send": seconds_of_each(pipelined.collectives, pipelined, MICROBATCHES),
+        "host_collective": seconds_of_each(tensor_parallel.collectives, tensor_parallel),
         "host_update": host_update,
         "host_sharded": host_sharded,
         "update_fraction": update_fraction,
@@ -166,6 +166,7 @@ class _JobRun:
         functions: F (forwards), B (backwards) or update → number of functions.
         device: F, B or update → seconds of these functions on the device.
         collectives: number of collectives, sends and receives in forwards and backwards.
+        spans: number of the spans of FSDP2's hooks there.
         model: F or B → seconds of a pass of the narrow model without a job, between the steps of the job.
     """
 
@@ -174,6 +175,7 @@ class _JobRun:
     functions: Mapping[str, float]
     device: Mapping[str, float]
     collectives: float
+    spans: float
     model: Mapping[str, float]
 
     @classmethod
@@ -189,7 +191,8 @@ class _JobRun:
         rehearsal = rehearsal_of(build, (ids,), plan, _identity, torch.optim.AdamW, 1.0)
         hostless = _with(profile, dict.fromkeys(HOST, 0.0))
         clock = Clock(hostless, plan.mesh, dtensors=holds_dtensors(rehearsal.recipe))
-        functions, device, collectives = dict.fromkeys(_PASSES, 0.0), dict.fromkeys(_PASSES, 0.0), 0.0
+        functions, device = dict.fromkeys(_PASSES, 0.0), dict.fromkeys(_PASSES, 0.0)
+        collectives = spans = 0.0
         for rank in range(ranks):
             trace = rehearse(rehearsal, rank)
             for (label, events), phase in zip(last_step(trace), clock.phases(trace), strict=True):
@@ -197,10 +200,11 @@ class _JobRun:
                 if kind in _PASSES:
                     functions[kind] += sum(isinstance(event, Op) for event in events) / ranks
                     device[kind] += phase.spent.device.seconds / ranks
+                    spans += sum(isinstance(event, Op) and event.name == SPAN for event in events) / ranks
                 collectives += (
                     kind != "update" and sum(_is_over_all_ranks(event, plan.mesh) for event in events) / ranks
                 )
-        return cls(step, update, functions, device, collectives, {"F": forward, "B": backward})
+        return cls(step, update, functions, device, collectives, spans, {"F": forward, "B": backward})
 
     def host_of(self, kind: str, single: _JobRun) -> float:
         """Seconds of the host for a function in a forward (F) or backward (B) of the model without a job, whose functions are

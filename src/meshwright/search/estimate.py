@@ -8,9 +8,8 @@
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
 | its fill with split backwards (zero bubble) | Σ over the other ranks of max(0, F + B - 2 W), W for weights | `pipelined` |
 | its period P | max over ranks of (Σ T of this and later ranks + sends) / in flight | `period` |
-| copies of an FSDP unit | gathers · (in / shards + out) + M sums | `Estimator._copies` |
-| host time of a job, on a CPU | job_step + 2 M v job_action + units (gathers + reductions) host_unit | `Estimator._job_host` |
-| the same on an accelerator | added to the host of the forwards and backwards | `Estimator._pass_host`, `_job_host` |
+| host time of a job, on a CPU | job_step + 2 M v job_action + hooks of FSDP units | `Estimator._job_host` |
+| the same on an accelerator | added to the host of the forwards and backwards | `Estimator._pass_host`, `_once_host` |
 | exposed gathers | max(0, n · gather - F), and the first | `Estimator._exposed_data` |
 | exposed reductions | max(n (scatter + gather) + sum, scatter + n · sum) - B, and the last | `Estimator._exposed_data` |
 | compute slowed by overlap | contention · min(F + B, hidden gathers and reductions) | `Estimator._contention` |
@@ -24,8 +23,8 @@
 | microbatches in flight with split backwards | min(M, p) | `in_flight` |
 
 Here e is the number of elements of a rank's shards, and r the number of ranks before a rank in the pipeline.
-Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py), `MemoryEstimator` (memory.py) and
-`BranchCosts` (branch_costs.py).
+Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py), `MemoryEstimator` (memory.py),
+`BranchCosts` (branch_costs.py), and `Units` (units.py), which has the hooks and copies of FSDP2.
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2), zero bubbles (arXiv 2401.10241,
 ZB-H1). The estimates rank the candidates; ``predict`` then rehearses the best of them (``find.py``).
@@ -36,11 +35,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
 
 from meshwright.hardware.collectives import Group, collective, neighbours
 from meshwright.hardware.profile import PRODUCTS, Profile
-from meshwright.runtime.weights.buckets import BYTES
 from meshwright.search.branch_costs import BranchCosts, PassSeconds, SlowestRank
 from meshwright.search.calls import Calls, line_value
 from meshwright.search.layer_costs import LayerCosts
@@ -48,6 +45,7 @@ from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate, Sharding
+from meshwright.search.units import Units
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,7 @@ class Estimator:
         self._ranks = PipelineRanks(self._layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
         self._slowest = cache(self._slowest_of)
+        self._units = Units(profile, self._layer_costs, self._branches, self._ranks, itemsize, reduced, gathers=gathers)
         self.memory = MemoryEstimator(
             self._layer_costs, self._ranks, recomputed, itemsize, reduced,
             lambda candidate: self._slowest(candidate.tp, candidate.rows).device if candidate.branches else 1.0,
@@ -172,27 +171,7 @@ class Estimator:
         if candidate.branches:
             slowest = self._slowest(candidate.tp, candidate.rows)
             device, exchange, host = slowest.of_pass((device, exchange, host), self.profile.host_collective)
-            copied, calls = self._copied_replicas(candidate)
-            device, host = device + copied, host + calls
         return device, exchange, host + self._pass_host(candidate, kind, rank)
-
-    def _copied_replicas(self, candidate: Candidate) -> tuple[float, float]:
-        """(device, host) seconds in which FSDP2 copies each parameter, or its gradient, in a forward or backward.
-
-        With branches, FSDP2 also holds parameters that are only replicated, and copies them one by one. Without branches,
-        buckets reduce their gradients (``runtime/weights/buckets.py``), and nothing is copied.
-        """
-        if candidate.dp_shard > 1 or candidate.dp_replicate == 1:
-            return 0.0, 0.0
-        tensors, (elements,) = self._branches[candidate.tp].tensors, self._ranks.elements(candidate)
-        nbytes = 2 * self._itemsize * elements / tensors
-        copied = tensors * self.profile.compute(0.0, nbytes, "float32", "other").seconds
-        return copied, tensors * self.profile.host + self._units(candidate) * self._unit_host
-
-    def _units(self, candidate: Candidate) -> float:
-        """The number of FSDP units of the rank that has most of them: its blocks and the root."""
-        blocks = self._layer_costs[candidate.sharding].blocks // candidate.pp + 1
-        return blocks * (self._branches[candidate.tp].share_of_tensors if candidate.branches else 1.0)
 
     def _slowest_of(self, tp: int, rows: int) -> SlowestRank:
         """With branches on slices of ``tp`` ranks: one microbatch on the slowest rank."""
@@ -220,12 +199,11 @@ class Estimator:
         host = line_value(
             self._layer_costs[candidate.sharding].updates, max(rank.blocks for rank in self._ranks.of(candidate))
         )
-        mixed = self._gathers and self._itemsize < REDUCED  # then FSDP2 holds the parameters in every layout
         over_tp = candidate.tp > 1
         if candidate.branches:
             branches = self._branches[candidate.tp]
             host, over_tp = host * branches.share_of_tensors, branches.shards
-        host *= self.profile.update(dtensors=mixed or candidate.dp_shard > 1 or over_tp)
+        host *= self.profile.update(dtensors=self._units.cast or candidate.dp_shard > 1 or over_tp)
         return device + host if self.profile.cores else max(device, host)
 
     def _update_of(self, sharding: Sharding, shards: int) -> float:
@@ -241,11 +219,10 @@ class Estimator:
     def _synchronizations(self, candidate: Candidate) -> float:
         """How often a rank meets others in a step, as ``predict`` counts it: collectives, receives, clipping."""
         rank, microbatches = max(self._ranks.of(candidate), key=lambda rank: rank.blocks), candidate.microbatches
-        units, over_tp = rank.blocks + 1, self._collectives_over_tp(candidate, rank)
+        units, over_tp = rank.blocks + 1.0, self._collectives_over_tp(candidate, rank)
         gathers = (microbatches if candidate.pp == 1 else 1) * (2 if candidate.reshard and candidate.pp == 1 else 1)
         over_data = units * (gathers + 1) if candidate.dp_shard > 1 else 0
-        if candidate.dp_replicate > 1:
-            over_data += units if candidate.dp_shard > 1 else self._buckets(candidate)
+        over_data += self._units.sums(candidate)
         receives = microbatches * candidate.chunks if candidate.pp > 1 else 0
         clipping = candidate.pp * candidate.data * candidate.tp > 1
         return microbatches * over_tp + over_data + receives + clipping
@@ -277,8 +254,8 @@ class Estimator:
         microbatch = self._microbatch(forward, backward)
         terms = {name: candidate.microbatches * seconds for name, seconds in microbatch.items()}
         gathers = candidate.microbatches * (2 if candidate.reshard else 1)
-        terms["compute"] += self._copies(candidate, self._ranks.elements(candidate)[0], gathers)
-        terms["host"] += self._job_host(candidate, gathers, forward, backward)
+        terms["compute"] += self._units.copies(candidate, self._ranks.elements(candidate)[0], gathers)
+        terms["host"] += self._job_host(candidate, forward, backward)
         if candidate.data > 1:
             hiding = [sum(self._microbatch(seconds).values()) for seconds in (forward, backward)]
             terms["data"] = self._exposed_data(candidate, hiding[0], hiding[1], blocks)
@@ -335,91 +312,69 @@ class Estimator:
         send = collective(self.profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._ranks.elements(candidate))
-        terms["compute"] += self._copies(candidate, elements, 1)
-        terms["host"] += self._job_host(candidate, 1, *passes[microbatches.index(slowest)])
+        terms["compute"] += self._units.copies(candidate, elements, 1)
+        of_slowest = passes[microbatches.index(slowest)]
+        terms["host"] += self._job_host(candidate, *of_slowest)
+        # The other ranks wait for it: no rank begins before the one before it has gathered, or ends before the one after it.
+        terms["bubble"] += (candidate.pp - 1) * self._once_host(candidate, *of_slowest)
         if candidate.data > 1:
             gather = self._gather(candidate, elements) if candidate.dp_shard > 1 else 0.0
             terms["data"] = gather + self._reduce(candidate, elements)
         return terms
 
-    def _copies(self, candidate: Candidate, elements: float, gathers: int) -> float:
-        """Seconds of FSDP2's copies in a step: casts, copies into and out of the buffers of gathers, sums of the gradients of
-        microbatches, and copies into the buffers of reductions.
-
-        Args:
-            elements: parameter elements of the rank, before sharding.
-            gathers: number of gathers of each unit in a step.
-        """
-        itemsize, reduced, later_microbatches = self._itemsize, self._reduced, candidate.microbatches - 1
-        adds = itemsize + reduced + later_microbatches * (itemsize + 2 * reduced)
-        if later_microbatches:
-            adds += 2 * reduced
-        cast = REDUCED + itemsize if itemsize != REDUCED else 0
-        copied: list[tuple[float, int]] = [(adds, 1)]
-        if self._gathers and (candidate.data > 1 or cast):
-            out = 2 * itemsize if candidate.dp_shard > 1 else 0
-            copied += [
-                (cast / candidate.dp_shard, gathers),
-                (2 * itemsize / candidate.dp_shard, gathers),
-                (out, gathers),
-            ]
-        units = self._units(candidate)
-        return units * sum(
-            times * self.profile.compute(0.0, nbytes * elements / units, "float32", "other").seconds
-            for nbytes, times in copied
-            if nbytes
-        )
-
     def _pass_host(self, candidate: Candidate, kind: str, rank: Rank) -> float:
         """Seconds of the host in each forward (kind ``F``) or backward, besides its functions and collectives over tp.
 
-        On an accelerator: v job_action, each send and receive, and without a pipeline the gathers of units. (FSDP2 keeps its
-        root for the backward.) They delay the step where the device does not work meanwhile. 0.0 on a CPU: nothing hides them,
-        see `_job_host`.
+        On an accelerator: v job_action, each send and receive, and the hooks of units, without a pipeline with their gathers.
+        (FSDP2 keeps its root for the backward.) They delay the step where the device does not work meanwhile. 0.0 on a CPU:
+        nothing hides them, see `_job_host`.
         """
         profile, chunks = self.profile, candidate.chunks
         if profile.cores:
             return 0.0
         if candidate.pp > 1:
-            return chunks * profile.job_action + (2 * chunks - len(rank.ends)) * profile.send
-        gathers = rank.blocks + 1 if kind == "F" else rank.blocks * candidate.reshard
-        return profile.job_action + gathers * self._unit_host * (candidate.dp_shard > 1)
+            sends = (2 * chunks - len(rank.ends)) * profile.send
+            return chunks * profile.job_action + sends + self._units.host(candidate, kind, passes=1)
+        gathers = 1 if kind == "F" else int(candidate.reshard)
+        return profile.job_action + self._units.host(candidate, kind, passes=1, gathers=gathers)
 
-    @property
-    def _unit_host(self) -> float:
-        """Seconds of the host to gather, or to reduce, an FSDP unit. 0.0 without FSDP2."""
-        return (self.profile.host_unit or self.profile.host_collective) if self._gathers else 0.0
-
-    def _job_host(self, candidate: Candidate, gathers: int, forward: PassSeconds, backward: PassSeconds) -> float:
+    def _job_host(self, candidate: Candidate, forward: PassSeconds, backward: PassSeconds) -> float:
         """Seconds that a step waits for the host, besides its functions and what `_pass_host` counts.
 
-        On a CPU: job_step + 2 M v job_action + units (gathers + reductions) host_unit + 4 M v host_send for sends and
-        receives, 2 M less of these over two ranks. On an accelerator: job_step, and what exceeds the time of the device in the
-        first forward of a pipeline, which alone gathers parameters, and in the last backward, which reduces gradients.
+        On a CPU: job_step + 2 M v job_action + hooks of units + sums over replicas · host_collective + 4 M v host_send for
+        sends and receives, 2 M less of these over two ranks. On an accelerator: job_step + `_once_host`.
 
         Args:
-            gathers: number of gathers of each unit in a step.
             forward, backward: one microbatch.
         """
-        profile, units_host = self.profile, self._units(candidate) * self._unit_host
-        shards, replicas = candidate.dp_shard > 1, candidate.dp_replicate > 1
-        if profile.cores:
-            passes = candidate.microbatches * candidate.chunks
-            sends = 4 * passes - 2 * candidate.microbatches * (candidate.pp == 2) if candidate.pp > 1 else 0
-            moved = (gathers + 1) * shards + replicas
-            return profile.job_step + 2 * passes * profile.job_action + moved * units_host + sends * profile.send
-        gathered = units_host if shards and candidate.pp > 1 else 0.0
-        reduced = (
-            (1 + replicas) * units_host if shards else replicas * self._buckets(candidate) * profile.host_collective
+        profile, microbatches = self.profile, candidate.microbatches
+        once = self._once_host(candidate, forward, backward)
+        if not profile.cores:
+            return profile.job_step + once
+        passes, piped = microbatches * candidate.chunks, candidate.pp > 1
+        sends = 4 * passes - 2 * microbatches * (candidate.pp == 2) if piped else 0
+        gathers = (0, 0) if piped else (microbatches, microbatches * candidate.reshard)
+        hooks = sum(
+            self._units.host(candidate, kind, passes=microbatches, gathers=number)
+            for kind, number in zip("FB", gathers, strict=True)
         )
-        return profile.job_step + sum(
+        return profile.job_step + 2 * passes * profile.job_action + hooks + once + sends * profile.send
+
+    def _once_host(self, candidate: Candidate, forward: PassSeconds, backward: PassSeconds) -> float:
+        """Seconds that a rank waits for the host in what it does once a step: the gathers of parameters in its first forward
+        of a pipeline, and the reduction of gradients in its last backward.
+
+        On an accelerator, only what exceeds the time of the device in these.
+        """
+        units = self._units
+        gathered = units.host(candidate, "F", gathers=1) if candidate.pp > 1 else 0.0
+        reduced = units.host(candidate, "B", reductions=1) + units.sums(candidate) * self.profile.host_collective
+        if self.profile.cores:
+            return gathered + reduced
+        return sum(
             _waits(host + more, device, tp) - _waits(host, device, tp)
             for (device, tp, host), more in ((forward, gathered), (backward, reduced))
         )
-
-    def _buckets(self, candidate: Candidate) -> int:
-        """Number of buckets in which replicas sum their gradients, if these are not sharded."""
-        return ceil(max(self._ranks.elements(candidate)) * self._reduced / BYTES)
 
     def _gather(self, candidate: Candidate, elements: float) -> float:
         """Seconds of an all-gather of parameters over the shards."""

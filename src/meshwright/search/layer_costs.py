@@ -31,9 +31,12 @@ DP_SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gath
 FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
 # blocks of a kind in a rehearsal: FSDP prefetches parameters of the next block during the first, and none during the last
 FEW_BLOCKS = 2
-OF_UNITS = frozenset(["_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"])
-"""FSDP2's copies around its collectives. Their number depends on the gathers and reductions of units, not on microbatches, so
-``Estimator`` counts them."""
+OF_UNITS = frozenset([
+    "_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat",
+    "_record_function_enter_new", "_record_function_exit",
+])  # fmt: skip
+"""FSDP2's copies around its collectives, and the spans of its hooks. Their number depends on the gathers and reductions of a
+candidate's units, so ``Units`` counts them."""
 _COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCED, UNSHARDED)
 """Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
@@ -72,6 +75,7 @@ class LayerCosts:
         updating: temporary bytes per element in clipping and the optimizer, including gradients.
         update: the functions of clipping and the optimizer per element, with the sizes for an unsharded parameter.
         updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
+        tensors: number of parameters, as a line in the blocks of a rank.
     """
 
     tp: int
@@ -87,6 +91,7 @@ class LayerCosts:
     updating: float
     update: Calls
     updates: Line
+    tensors: Line
     tied: float = 0.0
 
     @cached_property
@@ -128,7 +133,7 @@ def layer_costs_of(
     return LayerCosts(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
         activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / DP_SHARD),
-        _update(base).times(1 / local), _updates(base, more), tied,
+        _update(base).times(1 / local), _updates(base, more), _tensors(recipe, kinds), tied,
     )  # fmt: skip
 
 
@@ -185,6 +190,16 @@ def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[flo
             tied += size if line.aliases and kinds else 0.0  # the last stage has a copy of tied weights
     count = sum(map(len, kinds))
     return ((blocks / count, first, last + tied), tied) if count else ((0.0, 0.0, first), 0.0)
+
+
+def _tensors(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> Line:
+    """The number of parameters outside of blocks, and of an average block."""
+    numbers = {block: len(blocks) for blocks in kinds for block in blocks}
+    in_blocks = [
+        number for line in recipe.parameters for block, number in numbers.items() if line.name.startswith(block + ".")
+    ]
+    blocks = sum(map(len, kinds))
+    return float(len(recipe.parameters) - len(in_blocks)), sum(in_blocks) / FEW_BLOCKS / blocks if blocks else 0.0
 
 
 def _pass_calls(
