@@ -164,13 +164,11 @@ _seen: dict[tuple[str, int], Outcome] = {}
 def _trials() -> Iterator[Any]:
     for family, cases in FAMILIES.items():
         for ranks in (2, 3):
-            for number, name in enumerate(cases):
+            for name in cases:
                 if ranks == 3 and name.endswith((")", ") number")):
                     continue  # another name of a function that is tried already
                 # One rule, tried with many functions: in uneven shares, which are the harder ones.
-                # Of uneven shares, `make test` has a few functions of each family.
-                few = {("pointwise", 3): 5, ("ruled", 3): 4}.get((family, ranks), 1)
-                marks = [pytest.mark.proof] if (family, ranks) == ("pointwise", 2) or number % few else []
+                marks = [pytest.mark.proof] if (family, ranks) == ("pointwise", 2) else []
                 if name in BUGS or name in CRASHES:
                     reason = (BUGS | CRASHES)[name]
                     marks += [pytest.mark.xfail(strict=True, reason=reason, run=name not in CRASHES)]
