@@ -6,9 +6,9 @@ A comment before a block says what is to be done with it; without one it is simp
     <!-- block: raises=PlanError --> python: it raises that, and the next block is the text of the error
     <!-- block: file=plan.yaml -->   any: written into the folder in which the page's commands run, too
     <!-- block: resolve=build,sample -->   yaml: a plan, which is resolved for these names of the page
-    <!-- block: processes -->        bash: its scripts are started, too (else another test runs them); with ``code=1``: the last command ends with 1
+    <!-- block: processes -->        bash: its scripts are started, too (else another test runs them)
+    <!-- block: code=1 -->           bash: the last command ends with 1
     <!-- block: smaller=KEY=VALUE -->   bash: run with this ``--set``, a smaller model: that of the page is too large for these machines
-    <!-- block: quick=KEY=VALUE -->  bash: the same, but `make proof` runs it as it stands
     <!-- block: steps=4 -->          bash: `meshwright train` takes this many steps, and those of the page in `make proof`
     <!-- block: proof -->           bash, python: `make proof` alone runs it; else its commands are read, its Python is compiled
     <!-- block: as=PAGE -->          any: it stands on that page of docs/ too, with the same output, and is run there
@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUN = ("python", "bash", "yaml")
-MARKS = {"ranks", "raises", "file", "resolve", "processes", "code", "smaller", "quick", "steps", "proof", "as", "not run"}  # fmt: skip
+MARKS = {"ranks", "raises", "file", "resolve", "processes", "code", "smaller", "steps", "proof", "as", "not run"}  # fmt: skip
 
 _FENCE = re.compile(
     r"^(?:<!-- block: (?P<marks>.*?) -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",

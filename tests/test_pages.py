@@ -90,8 +90,8 @@ class Reader:
         return "".join([*told, self.command(last, started, code)])
 
     def smaller(self, block: Block) -> str | None:
-        """The settings with which a model is small enough for this run; None: the block runs as it stands."""
-        return block.marks.get("smaller") or (None if self.thorough else block.marks.get("quick"))
+        """The settings with which a model is small enough for these machines; None: the block runs as it stands."""
+        return block.marks.get("smaller")
 
     def shortened(self, words: list[str], block: Block) -> list[str]:
         """A command, with the smaller model and, of a training, the fewer steps that the block's marks say."""
@@ -229,7 +229,6 @@ def test_yaml_that_is_no_plan_can_still_be_read() -> None:
     [
         "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n",
         "```bash\nmeshwright shwo hf:gpt2\n```\n",
-        "<!-- block: quick=n_layer=2 -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
         "<!-- block: proof -->\n```bash\nmeshwright show hf:gpt2 --mehs tp=2\n```\n",
         "<!-- block: proof -->\n```bash\ntorchrun examples/none.py\n```\n",
         "```bash\nmake nothing\n```\n",
