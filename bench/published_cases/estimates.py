@@ -20,7 +20,7 @@ from meshwright.hardware.profile import Estimate
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, FEW_BLOCKS, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
-from meshwright.search.space import Candidate
+from meshwright.search.space import Candidate, Sharding
 from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
 from published_cases.models import build_model
 from published_cases.plans import batch_of, computed_in
@@ -133,7 +133,7 @@ def _estimator(
     layer_costs = replace(layer_costs_of(rehearsed), blocks=layers)
     profile = corrected(profile_of(machine, precision.compute), dict(factors))
     return Estimator(
-        profile, {rehearsed.tp: layer_costs}, crossing, crossing, itemsize,
+        profile, {Sharding(rehearsed.tp): layer_costs}, crossing, crossing, itemsize,
         reduced=ITEMSIZE[precision.reduce], gathers=not precision.master,
     )  # fmt: skip
 
@@ -153,7 +153,9 @@ def layer_costs_of(of: Rehearsed) -> LayerCosts:
     Raises:
         ValueError: nothing of it is sharded over tp.
     """
-    layer_costs = _measured(of.shape, of.computed_in, sequence_parallel=of.sequence_parallel).layer_costs(of.tp)
+    layer_costs = _measured(of.shape, of.computed_in, sequence_parallel=of.sequence_parallel).layer_costs(
+        Sharding(of.tp)
+    )
     if layer_costs is None:
         raise ValueError(f"nothing is sharded over {of.tp} ranks of tp")
     return layer_costs

@@ -26,7 +26,7 @@ from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.measured import _correction as measured_correction
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
-from meshwright.search.space import Candidate, Family, candidates, divisors
+from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
 
 WIDTH, WORDS = 256, 1024
 
@@ -92,7 +92,7 @@ def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most
 def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
     slow, build = replace(GPU, host_collective=1e-3), partial(Tower, depth=4)
     rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
-    estimator = Estimator(slow, {1: rehearsals.layer_costs(1)}, 0.0, 0.0, 4)
+    estimator = Estimator(slow, {Sharding(1): rehearsals.layer_costs(Sharding(1))}, 0.0, 0.0, 4)
     for replicate, shard, reshard in ((1, 2, True), (1, 2, False), (2, 1, True), (2, 2, True)):
         candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
         rows = tokens(4 * replicate * shard, 32)
@@ -110,7 +110,9 @@ MEETING = [(1, 1, 2, 1), (2, 1, 1, 1)], [(1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2
 def test_an_estimate_waits_for_other_ranks_as_long_as_a_prediction(sizes):
     skewed, build = replace(GPU, skew=Curve(((1e-6, 0.9), (1.0, 1e-3)))), partial(Tower, depth=4)
     rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
-    estimator = Estimator(skewed, {tp: rehearsals.layer_costs(tp) for tp in {tp for *_, tp in sizes}}, 0.0, 0.0, 4)
+    estimator = Estimator(
+        skewed, {Sharding(tp): rehearsals.layer_costs(Sharding(tp)) for tp in {tp for *_, tp in sizes}}, 0.0, 0.0, 4
+    )
     for pp, replicate, shard, tp in sizes:
         candidate = Candidate(pp, replicate, shard, tp, microbatches=2, rows=2, reshard=True)
         rows = tokens(4 * replicate * shard, 32)
@@ -286,13 +288,34 @@ def test_what_the_optimizer_needs_is_not_taken_for_activations():
     batch = repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD)
     rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
-    layer_costs = rehearsals.layer_costs(1)
+    layer_costs = rehearsals.layer_costs(Sharding(1))
     assert layer_costs.updating == pytest.approx(
         2 * 4, rel=0.01
     )  # of an element, its gradient, and its step in float32
-    estimator = Estimator(GPU, {1: layer_costs}, rehearsals.recomputed(), 0.0, 2)
+    estimator = Estimator(GPU, {Sharding(1): layer_costs}, rehearsals.recomputed(), 0.0, 2)
     one = Candidate(pp=1, dp_replicate=4, dp_shard=2, tp=1, microbatches=1, rows=8)
     assert estimator.memory.peak(one) == pytest.approx((layer_costs.persistent + 8) * layer_costs.total_elements / 2)
+
+
+class ManyWords(Tower):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.table, self.head = nn.Embedding(200_000, WIDTH), nn.Linear(WIDTH, 200_000, bias=False)
+
+
+def test_the_gradient_of_a_large_table_is_not_taken_for_activations():
+    """It comes when all blocks have freed theirs, and takes more memory than few blocks with few rows."""
+    batch = repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD)
+    rehearsals = Rehearsals(ManyWords, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)
+    layer_costs = rehearsals.layer_costs(Sharding(1))
+    assert layer_costs.activations > 5 * rehearsals.recomputed()
+    estimator = Estimator(GPU, {Sharding(1): layer_costs}, rehearsals.recomputed(), 0.0, 2)
+    one = Candidate(pp=1, dp_replicate=1, dp_shard=2, tp=1, microbatches=1, rows=2)
+    predicted = predict(
+        ManyWords, repeat_rows(batch, 4), {"mesh": "dp_shard=2", "precision": "bfloat16"}, hardware=GPU, loss=loss
+    )
+    assert estimator.memory.peak(one) == pytest.approx(predicted.memory(0).peak, rel=0.2)
 
 
 class TwoKinds(Tower):
@@ -318,10 +341,10 @@ def test_what_is_planned_with_more_blocks_is_planned_of_few(build, tp):
     rehearsals = rehearsals_of(build)
     few = rehearsals._few
     assert len(few.more) == (2 if build is TwoKinds else 1)
-    most = rehearsals._rehearsal(few.most, tp)
+    most = rehearsals._rehearsal(few.most, Sharding(tp))
     for blocks in (few.base, *few.more):
         restricted = most.passing_through(blocks)
-        anew = rehearsals._rehearsal(restricted.build, tp).recipe
+        anew = rehearsals._rehearsal(restricted.build, Sharding(tp)).recipe
         assert restricted.recipe.parameters == anew.parameters
         assert (restricted.recipe.units, restricted.recipe.buffers) == (anew.units, anew.buffers)
     names = [p.name for p in most.passing_through(few.base).recipe.parameters]
@@ -337,7 +360,7 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
         lambda model, plan, *args, **kwargs: planned.append(plan) or plain(model, plan, *args, **kwargs),
     )
     rehearsals = rehearsals_of(Tower)
-    assert rehearsals.layer_costs(1) is not None and rehearsals.layer_costs(2) is not None
+    assert all(rehearsals.layer_costs(Sharding(tp)) is not None for tp in (1, 2))
     assert [plan.mesh.axis_size("tp") for plan in planned] == [1, 2]
     assert rehearsals.recomputed() > 0
     assert len(planned) == 3
@@ -348,7 +371,7 @@ def test_more_rows_of_one_rehearsal_are_those_of_another(device):
     """A step with more rows follows two steps with few: it has the functions that it has in a rehearsal of its own."""
     build, batch = partial(Tower, depth=2), tokens(MANY_ROWS * DP_SHARD, 8)[0].to(device)
     rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0)
-    few = rehearsals._rehearsal(build, 2)
+    few = rehearsals._rehearsal(build, Sharding(2))
     both = rehearse(few, 0, (*TWO_STEPS, RehearsedStep(updated=False, batch=rehearsals.batch)))
     many = rehearse(replace(few, batch=rehearsals.batch), 0)
     assert before_last_step(both).events == rehearse(few, 0).events

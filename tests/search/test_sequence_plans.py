@@ -13,9 +13,9 @@ import meshwright as mw
 from meshwright.hardware.profile import Curve, Link
 from meshwright.hardware.reader import read_profile
 from meshwright.prediction.predict import adamw_on
-from meshwright.search.find import _costs_without_sequence, _gathers_slowly
 from meshwright.search.rehearsals import Rehearsals
-from meshwright.search.space import candidates
+from meshwright.search.shardings import Shardings, may_gather_slowly
+from meshwright.search.space import Sharding, candidates
 
 GLOO = Link(4e-4, 1e9, Curve(((1.0, 1.0),)), 0.1, "gloo", kinds={"all_gather": 1.0, "reduce_scatter": 1.8})
 CPU = replace(read_profile("v100"), name="cpu", cores=2, devices_per_node=4096, node=GLOO)
@@ -61,11 +61,11 @@ def test_sequences_stay_whole_over_gloo_and_are_estimated_as_predicted() -> None
 
 
 def test_only_where_an_all_reduce_is_faster_or_nothing_is_said() -> None:
-    assert _gathers_slowly(CPU)
-    assert not any(_gathers_slowly(read_profile(name)) for name in ("a100-80", "h100", "mi300x", "v100"))
-    every = partial(candidates, 4, 4, 8, [1, 2, 4], 4, recompute=True)
-    assert {of.tp for of in every(without_sequence=[2]) if not of.sequence} == {2}
-    assert all(of.sequence for of in every())
     rehearsals = Rehearsals(Tower, batch(), {}, loss, adamw_on(CPU), 1.0)
-    said, tell = {"sequence_parallel": True}, pytest.fail
-    assert _costs_without_sequence(rehearsals, [1, 2], said, CPU, tell) == {}
+    costs = rehearsals.layer_costs(Sharding(2))
+    assert may_gather_slowly(costs, CPU)
+    every = partial(candidates, 4, 4, 8, [1, 2, 4], 4, recompute=True)
+    assert {of.tp for of in every(shardings=[Sharding(2, sequence=False)]) if not of.sequence} == {2}
+    assert all(of.sequence for of in every())
+    said = Shardings(rehearsals, CPU, {"sequence_parallel": True}, 4, lambda text: None)
+    assert all(sharding.sequence for sharding in said.others({Sharding(2): costs}, [2]))

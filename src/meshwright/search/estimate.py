@@ -33,7 +33,7 @@ ZB-H1). The estimates rank the candidates; ``predict`` then rehearses the best o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from meshwright.hardware.collectives import Group, collective, neighbours
@@ -46,6 +46,9 @@ from meshwright.search.pipeline import pipelined
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate, Sharding
 from meshwright.search.units import Units
+
+TRIED_ROWS = (1, 32)  # of a microbatch
+_WAITS = ("bubble", "shared cores", "waiting for other ranks")  # terms of a step in which a rank computes nothing
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Estimator:
 
     Args:
         profile: the hardware.
-        layer_costs: size of tp, or sharding → the costs of the layers; a size stands for sequence parallelism.
+        layer_costs: sharding → the costs of the layers.
         recomputed: bytes per row that a block keeps if its forward is recomputed, with tp = 1.
         sends: bytes per row that one stage sends to the next.
         itemsize: bytes per element in the precision of compute.
@@ -89,7 +92,7 @@ class Estimator:
     def __init__(
         self,
         profile: Profile,
-        layer_costs: Mapping[int, LayerCosts] | Mapping[Sharding, LayerCosts],
+        layer_costs: Mapping[Sharding, LayerCosts],
         recomputed: float,
         sends: float,
         itemsize: int,
@@ -99,10 +102,7 @@ class Estimator:
         gathers: bool = True,
     ) -> None:
         self.profile = profile
-        self._layer_costs = {
-            key if isinstance(key, Sharding) else Sharding(key): costs for key, costs in layer_costs.items()
-        }
-        self._recomputed, self._branches = recomputed, branches or {}
+        self._layer_costs, self._recomputed, self._branches = layer_costs, recomputed, branches or {}
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
         self._ranks = PipelineRanks(self._layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
@@ -144,6 +144,14 @@ class Estimator:
         return CandidateEstimate(
             candidate, sum(terms.values()), self.memory.peak(candidate), terms, self._scatter(terms)
         )
+
+    def pays(self, candidate: Candidate, other: Candidate, least: float = 0.0) -> bool:
+        """Whether a candidate is faster than another, with few rows in a microbatch or with many.
+
+        ``least``: by how much, as a fraction of the other's seconds.
+        """
+        seconds = [[self.estimate(replace(each, rows=n)).seconds for each in (candidate, other)] for n in TRIED_ROWS]
+        return any(mine < (1 - least) * of_other for mine, of_other in seconds)
 
     def _scatter(self, terms: Mapping[str, float]) -> float:
         """Relative standard deviation of a step: Σ (seconds · scatter of the term) / Σ seconds.
@@ -226,6 +234,22 @@ class Estimator:
         receives = microbatches * candidate.chunks if candidate.pp > 1 else 0
         clipping = candidate.pp * candidate.data * candidate.tp > 1
         return microbatches * over_tp + over_data + receives + clipping
+
+    def at_best(self, estimate: CandidateEstimate) -> float:
+        """Seconds of a step that another sharding over the same size of tp may reach.
+
+        It has half of the exchange without sequence parallelism. With k of n chains whole, n - k of the n parts of this are
+        left, and the products of the k chains are not divided. The least over all k is taken.
+        """
+        candidate, terms = estimate.candidate, estimate.terms
+        rank = max(self._ranks.of(candidate), key=lambda rank: rank.blocks)
+        calls = candidate.microbatches * self._collectives_over_tp(candidate, rank) * self.profile.host_collective
+        exchange = terms["tp"] + min(terms["host"], calls)
+        shares = sorted(chain.share for chain in self._layer_costs[candidate.sharding].chains)
+        undivided = [(candidate.tp - 1) * sum(shares[:k]) * terms["compute"] for k in range(len(shares))]
+        left = min((more + exchange / 2 * (1 - k / len(shares)) for k, more in enumerate(undivided)), default=exchange)
+        busy = sum(seconds for term, seconds in terms.items() if term not in _WAITS)  # of which the waits are fractions
+        return estimate.seconds * (1 - (exchange - left) / busy)
 
     def _collectives_over_tp(self, candidate: Candidate, rank: Rank) -> float:
         """The number of collectives over tp in the forward and backward of a microbatch."""

@@ -11,7 +11,7 @@ Deterministic: the same model and hardware give the same plans in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,9 +35,9 @@ from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS, LayerCosts
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.result import Proposal, SearchResult
+from meshwright.search.shardings import Shardings
 from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
 
-TRIED_ROWS = (1, 32)  # of a microbatch, for which branches are compared with tp
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -180,39 +180,53 @@ class _Space:
             tell: see ``find_plans``.
         """
         options, rehearsals = model.options, model.rehearsals()
-        layer_costs = _layer_costs(rehearsals, [tp for tp in divisors(devices) if tp <= per_node], tell)
-        blocks = max(of_tp.blocks for of_tp in layer_costs.values())
-        alone = blocks and 1 in layer_costs  # a plan may ask for slices of tp
+        itemsize = _ITEMSIZE[options.get("precision", "float32")]
+        shardings = Shardings(rehearsals, model.profile, options, itemsize, tell)
+        layer_costs = shardings.plain(tp for tp in divisors(devices) if tp <= per_node)
+        tps = sorted(sharding.tp for sharding in layer_costs)
+        blocks = max(costs.blocks for costs in layer_costs.values())
+        alone = blocks and 1 in tps  # a plan may ask for slices of tp
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
-        itemsize = _ITEMSIZE[options.get("precision", "float32")]
-        without_sequence = _costs_without_sequence(rehearsals, layer_costs, options, model.profile, tell)
-        by_sharding = {Sharding(tp): costs for tp, costs in layer_costs.items()}
-        by_sharding |= {Sharding(tp, sequence=False): costs for tp, costs in without_sequence.items()}
-
-        def estimator_with(branches: Mapping[int, BranchCosts]) -> Estimator:
-            return Estimator(model.profile, by_sharding, recomputed, sends or 0.0, itemsize, branches=branches)
-
-        concurrent = _may_have_branches(rehearsals, layer_costs, options)
-        branches = _branch_costs(rehearsals, layer_costs, estimator_with, tell) if concurrent else {}
-        estimator = estimator_with(branches)
+        estimator_of = partial(
+            Estimator, model.profile, recomputed=recomputed, sends=sends or 0.0, itemsize=itemsize
+        )  # fmt: skip
+        concurrent = _may_have_branches(rehearsals, tps, options)
+        with_branches = partial(estimator_of, layer_costs)
+        branches = _branch_costs(rehearsals, tps, with_branches, tell) if concurrent else {}
         staged = blocks if sends is not None else 0
-        every = [
-            *candidates(
-                devices, per_node, model.rows, [*layer_costs], staged, options, recompute=bool(recomputed),
-                branches=branches, without_sequence=without_sequence,
-            )
-        ]  # fmt: skip
-        if options.get("recompute") is None:
-            selective = (estimator.memory.selected(candidate, capacity) for candidate in every)
-            every = [*every, *(candidate for candidate in selective if candidate is not None)]
-        return cls(
-            tuple(map(estimator.estimate, every)),
-            bool(staged) or devices == 1,
-            concurrent,
-            rehearsals.blocks,
-            estimator,
-        )
+
+        def estimated(costs: Mapping[Sharding, LayerCosts]) -> tuple[Estimator, tuple[CandidateEstimate, ...]]:
+            """All candidates with these shardings."""
+            estimator = estimator_of(costs, branches=branches)
+            every = [
+                *candidates(
+                    devices, per_node, model.rows, tps, staged, options, recompute=bool(recomputed),
+                    branches=branches, shardings=[each for each in costs if each not in layer_costs],
+                )
+            ]  # fmt: skip
+            if options.get("recompute") is None:
+                selective = (estimator.memory.selected(candidate, capacity) for candidate in every)
+                every = [*every, *(candidate for candidate in selective if candidate is not None)]
+            return estimator, tuple(map(estimator.estimate, every))
+
+        estimator, estimates = estimated(layer_costs)
+        if others := shardings.others(layer_costs, _may_win(estimates, estimator, capacity)):
+            estimator, estimates = estimated({**layer_costs, **others})
+        return cls(estimates, bool(staged) or devices == 1, concurrent, rehearsals.blocks, estimator)
+
+
+def _may_win(estimates: Sequence[CandidateEstimate], estimator: Estimator, capacity: float) -> list[int]:
+    """The sizes of tp with which a plan may be the fastest that fits if its layers are sharded otherwise."""
+    fitting = [estimate for estimate in estimates if estimate.nbytes <= capacity]
+    fastest = min((estimate.seconds for estimate in fitting), default=0.0)
+    return sorted(
+        {
+            estimate.candidate.tp
+            for estimate in fitting
+            if estimate.candidate.sharding.tp > 1 and estimator.at_best(estimate) < fastest
+        }
+    )
 
 
 def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callable[[str], None]) -> SearchResult:
@@ -266,56 +280,6 @@ def _on_nodes(profile: Profile, devices: int, nodes: int | None) -> Profile:
     return profile
 
 
-def _layer_costs(
-    rehearsals: Rehearsals, tps: Iterable[int], tell: Callable[[str], None], *, sequence: bool = True
-) -> dict[int, LayerCosts]:
-    """Size of tp → the costs of the layers, for those of ``tps`` that the model allows.
-
-    ``sequence``: whether the sequence is sharded.
-
-    Raises:
-        PlanError: the model allows none of ``tps``. The error is that of the first.
-    """
-    layer_costs: dict[int, LayerCosts] = {}
-    problems: list[PlanError] = []
-    for tp in tps:
-        tell(f"rehearsing a few blocks with tp={tp}{'' if sequence else ', without sequence parallelism'}")
-        try:
-            costs_of_tp = rehearsals.layer_costs(tp, sequence=sequence)
-        except PlanError as problem:
-            problems.append(problem)  # the model cannot be sharded over this size
-            continue
-        if costs_of_tp is not None:
-            layer_costs[tp] = costs_of_tp
-    if problems and not layer_costs:
-        raise problems[0]
-    return layer_costs
-
-
-def _costs_without_sequence(
-    rehearsals: Rehearsals,
-    tps: Collection[int],
-    options: Mapping[str, Any],
-    profile: Profile,
-    tell: Callable[[str], None],
-) -> dict[int, LayerCosts]:
-    """Size of tp → the costs of the layers without sequence parallelism, if that may be faster on this hardware.
-
-    Sequence parallelism has an all-gather and a reduce-scatter in place of an all-reduce, which take equally long in a ring.
-    gloo runs an all-reduce for a reduce-scatter, so that both take longer.
-    """
-    several = [tp for tp in tps if tp > 1]
-    if options.get("sequence_parallel") is not None or not several or not _gathers_slowly(profile):
-        return {}
-    return _layer_costs(rehearsals, several, tell, sequence=False)
-
-
-def _gathers_slowly(profile: Profile) -> bool:
-    """Whether the backend within a node takes longer for an all-gather and a reduce-scatter than for an all-reduce."""
-    times = [profile.node.kinds.get(kind, 1.0) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
-    return times[0] + times[1] > 1.1 * 2 * times[2]  # in a ring, each takes half of an all-reduce
-
-
 def _may_have_branches(rehearsals: Rehearsals, tps: Collection[int], options: Mapping[str, Any]) -> bool:
     """Whether the options allow branches, and parts of the model could run at the same time."""
     excluded = options.get("branches") == "said" or options.get("sequence_parallel") or 1 not in tps or max(tps) == 1
@@ -325,7 +289,7 @@ def _may_have_branches(rehearsals: Rehearsals, tps: Collection[int], options: Ma
 def _branch_costs(
     rehearsals: Rehearsals,
     tps: Collection[int],
-    estimator_with: Callable[[Mapping[int, BranchCosts]], Estimator],
+    estimator_with: Callable[..., Estimator],
     tell: Callable[[str], None],
 ) -> dict[int, BranchCosts]:
     """Size of tp → the costs of the model's branches on slices of it, for those of ``tps`` where they may pay.
@@ -333,26 +297,18 @@ def _branch_costs(
     A model with few blocks shows it in a fraction of the time. Branches are left out where tp without them is faster.
 
     Args:
-        estimator_with: the branches for a size of tp → an estimator that has them.
+        estimator_with: makes an estimator with ``branches``.
     """
     branches: dict[int, BranchCosts] = {}
     for tp in tps:
         if tp > 1:
             tell(f"planning branches on slices of tp={tp}")
             few = rehearsals.branch_costs(tp, few=True)
-            pays = few is not None and _pays(estimator_with({tp: few}), tp)
+            over_tp = Candidate.over_tp(Sharding(tp))
+            pays = few is not None and estimator_with(branches={tp: few}).pays(replace(over_tp, branches=True), over_tp)
             if pays and (costs := rehearsals.branch_costs(tp)) is not None:
                 branches[tp] = costs
     return branches
-
-
-def _pays(estimator: Estimator, tp: int) -> bool:
-    """Whether branches are faster than tp alone, with few rows or with many."""
-    for rows in TRIED_ROWS:
-        over_tp = Candidate(1, 1, 1, tp, microbatches=1, rows=rows)
-        if estimator.estimate(replace(over_tp, branches=True)).seconds < estimator.estimate(over_tp).seconds:
-            return True
-    return False
 
 
 def repeat_rows(batch: Any, rows: int) -> Any:

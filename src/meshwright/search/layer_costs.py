@@ -21,11 +21,12 @@ from typing import cast
 
 from meshwright.hardware.collectives import CollectiveKind
 from meshwright.prediction.clock import last_step
-from meshwright.prediction.memory import UNREDUCED, UNSHARDED, levels_of
+from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, UNSHARDED, levels_of
 from meshwright.prediction.trace import Collective, Event, Op, Trace
 from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
+from meshwright.search.chains import Chain, chains_of
 
 DP_SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gathers parameters
 FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
@@ -37,6 +38,7 @@ OF_UNITS = frozenset([
 ])  # fmt: skip
 """FSDP2's copies around its collectives, and the spans of its hooks. Their number depends on the gathers and reductions of a
 candidate's units, so ``Units`` counts them."""
+_NEARLY_ALL = 0.9  # of the most bytes of activations: then all blocks keep theirs
 _COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCED, UNSHARDED)
 """Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
@@ -71,11 +73,14 @@ class LayerCosts:
         activations: bytes per row that a block stores for its backward.
         other: bytes at the peak of forward and backward besides these, as a line in the rows. Neither gradients nor
             ``unsharded`` are counted.
+        drained: bytes at the peak while not all blocks keep their activations, without these, but with what FSDP2 has gathered
+            then, as a line in the rows.
         unsharded: bytes of the parameters that FSDP2 has gathered at the peak.
         updating: temporary bytes per element in clipping and the optimizer, including gradients.
         update: the functions of clipping and the optimizer per element, with the sizes for an unsharded parameter.
         updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
         tensors: number of parameters, as a line in the blocks of a rank.
+        chains: the chains of layers that tp shards.
     """
 
     tp: int
@@ -87,12 +92,14 @@ class LayerCosts:
     persistent: float
     activations: float
     other: Line
+    drained: Line
     unsharded: float
     updating: float
     update: Calls
     updates: Line
     tensors: Line
     tied: float = 0.0
+    chains: tuple[Chain, ...] = ()
 
     @cached_property
     def total_elements(self) -> float:
@@ -132,8 +139,10 @@ def layer_costs_of(
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return LayerCosts(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
-        activations, _line(max(0.0, other[0]), max(0.0, other[1])), low.unsharded, low.updating / (local / DP_SHARD),
+        activations, _line(max(0.0, other[0]), max(0.0, other[1])), _line(low.drained, high.drained),
+        low.unsharded, low.updating / (local / DP_SHARD),
         _update(base).times(1 / local), _updates(base, more), _tensors(recipe, kinds), tied,
+        chains_of(recipe, kinds),
     )  # fmt: skip
 
 
@@ -143,14 +152,18 @@ class PeakMemory:
 
     Attributes:
         persistent: live between steps.
-        compute: at the peak of forward and backward, without ``persistent``, gradients and gathered parameters.
+        compute: at the peak of forward and backward while all blocks keep their activations, without ``persistent``,
+            gradients and gathered parameters.
         unsharded: gathered parameters at that peak.
+        drained: at the peak of the other moments, with gathered parameters, and without activations: with the gradient of a
+            large embedding, say.
         updating: at the peak of clipping and the optimizer, without ``persistent`` but with gradients.
     """
 
     persistent: int
     compute: int
     unsharded: int
+    drained: int
     updating: int
 
     @classmethod
@@ -162,12 +175,16 @@ class PeakMemory:
         moments = [moment for phase in last_step_phases if isinstance(phase.label, Action) for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
         temporary = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
-        peak = max(range(len(moments)), key=temporary.__getitem__)
+        activations = [kinds[moment.at].get(ACTIVATIONS, 0) for moment in moments]
+        kept = [nbytes >= _NEARLY_ALL * max(activations) for nbytes in activations]
+        peak = max((i for i, all_kept in enumerate(kept) if all_kept), key=temporary.__getitem__)
+        gathered = [kinds[moment.at].get(UNSHARDED, 0) for moment in moments]
+        drained = [temporary[i] - activations[i] + gathered[i] for i, all_kept in enumerate(kept) if not all_kept]
         updates = [
             m.nbytes for phase in last_step_phases if phase.label in ("clip", "optimizer") for m in phase.moments
         ]
-        unsharded = kinds[moments[peak].at].get(UNSHARDED, 0)
-        return cls(levels.persistent, temporary[peak], unsharded, max(0, max(updates, default=0) - levels.persistent))
+        updating = max(0, max(updates, default=0) - levels.persistent)
+        return cls(levels.persistent, temporary[peak], gathered[peak], max(drained, default=0), updating)
 
 
 def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[float, float, float], float]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from meshwright.search.calls import line_value
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.pipeline import in_flight
 from meshwright.search.ranks import PipelineRanks
@@ -55,15 +56,17 @@ class MemoryEstimator:
             microbatches = in_flight(candidate, ranks_before)
             rest = other if "last" in rank.ends else base + recomputing
             activations = microbatches * per_row * candidate.rows + rest
-            peak = max(peak, self._peak(candidate, elements, share * activations))
+            drained = line_value(layer_costs.drained, candidate.rows) if rank.ends else 0.0
+            peak = max(peak, self._peak(candidate, elements, share * activations, share * drained))
         return peak
 
-    def _peak(self, candidate: Candidate, elements: float, activations: float) -> float:
+    def _peak(self, candidate: Candidate, elements: float, activations: float, drained: float) -> float:
         """Peak bytes of a rank, in the forwards and backwards or in the update, whichever needs more.
 
         Args:
             elements: parameter elements of the rank, before sharding.
             activations: bytes of activations.
+            drained: see ``LayerCosts``.
         """
         layer_costs = self._layer_costs[candidate.sharding]
         if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
@@ -75,7 +78,7 @@ class MemoryEstimator:
         gradients = elements * self._reduced if candidate.microbatches > 1 else 0.0
         local_elements = elements / candidate.dp_shard
         return layer_costs.persistent * local_elements + max(
-            gathered + gradients + activations, layer_costs.updating * local_elements
+            gradients + max(gathered + activations, drained), layer_costs.updating * local_elements
         )
 
     def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:

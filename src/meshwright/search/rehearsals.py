@@ -35,6 +35,9 @@ from meshwright.search.layer_costs import (
     PeakMemory,
     layer_costs_of,
 )
+from meshwright.search.space import Sharding
+
+ALONE = Sharding(1)
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,14 @@ class Rehearsals:
     max_norm: float | None
     _shapes: Shapes = field(default_factory=Shapes, init=False, compare=False, repr=False)
 
-    def layer_costs(self, tp: int, *, sequence: bool = True) -> LayerCosts | None:
-        """The costs of the layers at one size of tp; None if tp shards no parameter of the model.
+    def layer_costs(self, sharding: Sharding) -> LayerCosts | None:
+        """The costs of the layers with one sharding; None if tp shards no parameter of the model.
 
-        ``sequence``: whether the sequence is sharded, if the options do not say it.
+        Options that say whether the sequence is sharded override the sharding.
         """
-        if tp == 1:
+        if sharding.tp == 1:
             return self._alone[1]
-        most = self._rehearsal(self._few.most, tp, sequence=sequence)
+        most = self._rehearsal(self._few.most, sharding)
         if all(p.local_shape(0) == p.shape for p in most.recipe.parameters):
             return None
         return self._layer_costs(self._few, most)
@@ -141,7 +144,7 @@ class Rehearsals:
         False if its forward cannot be recorded, as branches would need.
         """
         batch, loss = take_rows(self.batch, 0, FEW_ROWS), self.loss or output_loss
-        planned = self._rehearsal(self._few.most, 1).planned
+        planned = self._rehearsal(self._few.most, ALONE).planned
         try:
             return bool(concurrent(planned.graph(lambda model: loss(call_model(model, copied(batch))))))
         except PlanError:
@@ -157,7 +160,7 @@ class Rehearsals:
         few = self._few
         if not few.more:
             return 0.0
-        most = self._rehearsal(few.most, 1, recompute="blocks")
+        most = self._rehearsal(few.most, ALONE, recompute="blocks")
         models = (few.base, *few.more)
         step = RehearsedStep(updated=False)
         base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, [step])) for model in models)
@@ -173,7 +176,7 @@ class Rehearsals:
         """(the model with few blocks, the costs of its layers without tp). All blocks run, if none can be passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
-        full = self._rehearsal(build, 1)
+        full = self._rehearsal(build, ALONE)
         if not full.recipe.parameters:
             given, required = "a model without parameters", "a model to train: plans differ in where its parameters are"
             raise PlanError.of("this search", where="model", given=given, required=required, fix="nn.Linear(8, 8)")
@@ -201,7 +204,7 @@ class Rehearsals:
             build: makes the full model.
             full: its rehearsal without tp.
         """
-        rehearsals = [full, self._rehearsal(build, 2)] if self.options.get("modules") else [full]
+        rehearsals = [full, self._rehearsal(build, Sharding(2))] if self.options.get("modules") else [full]
         foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
@@ -218,11 +221,12 @@ class Rehearsals:
         more = [rehearse(most.passing_through(model), 0) for model in few.more]
         return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
 
-    def _rehearsal(self, build: Build, tp: int, *, sequence: bool = True, **settings: Any) -> Rehearsal:
-        """A model with the plan of a rehearsal: ``tp`` ranks of tp, ``DP_SHARD`` of dp_shard, ``FEW_ROWS`` rows a data rank."""
-        sharded = {"sequence_parallel": True} if tp > 1 and sequence else {}
-        plan = Plan.parse({**sharded, **self.options, **settings,
-                           "mesh": {"dp_shard": DP_SHARD, "tp": tp}, "microbatches": 1})  # fmt: skip
+    def _rehearsal(self, build: Build, sharding: Sharding, **settings: Any) -> Rehearsal:
+        """A model with the plan of a rehearsal: its sharding, ``DP_SHARD`` ranks of dp_shard, ``FEW_ROWS`` rows a data rank."""
+        sharded = {"sequence_parallel": True} if sharding.tp > 1 and sharding.sequence else {}
+        fixed = {"mesh": {"dp_shard": DP_SHARD, "tp": sharding.tp}, "microbatches": 1}
+        modules = {"modules": sharding.modules(self.options.get("modules"))} if sharding.whole else {}
+        plan = Plan.parse({**sharded, **self.options, **settings, **modules, **fixed})
         batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
         rehearsal = rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
         # A block is recorded twice before it replays, and a rehearsal of one microbatch calls it twice.

@@ -13,10 +13,27 @@ CHUNKS = (1, 2, 4)
 
 
 class Sharding(NamedTuple):
-    """How layers are sharded: the size of tp, and whether the sequence is sharded between the regions of tp."""
+    """How layers are sharded.
+
+    Attributes:
+        tp: size of the axis.
+        sequence: whether the sequence is sharded between the regions of tp (sequence parallelism).
+        whole: globs of the modules that tp leaves whole.
+    """
 
     tp: int
     sequence: bool = True
+    whole: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What is not the default, for a person."""
+        sequence = "" if self.sequence else "without sequence parallelism"
+        return ", ".join(filter(None, [sequence, f"{', '.join(self.whole)} whole" if self.whole else ""]))
+
+    def modules(self, entries: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The setting ``modules`` of a plan with this sharding. ``entries``: those of every plan."""
+        return {**{glob: {"tp": "replicate"} for glob in self.whole}, **(entries or {})}
 
 
 class Family(NamedTuple):
@@ -46,7 +63,7 @@ class Candidate:
         saved_blocks: number of blocks of a rank that save their activations although ``recompute`` is on.
         split: whether backwards are split (schedule ``zero_bubble``). Only with one stage a rank, and without recomputation.
         branches: whether blocks that can run at the same time are placed on slices of tp. Only without a pipeline.
-        sequence: whether the sequence is sharded between the regions of tp (sequence parallelism).
+        sequence, whole: see ``Sharding``.
     """
 
     pp: int
@@ -62,6 +79,12 @@ class Candidate:
     split: bool = False
     branches: bool = False
     sequence: bool = True
+    whole: tuple[str, ...] = ()
+
+    @classmethod
+    def over_tp(cls, sharding: Sharding) -> Candidate:
+        """A candidate with tp alone, and one row."""
+        return cls(1, 1, 1, sharding.tp, microbatches=1, rows=1, sequence=sharding.sequence, whole=sharding.whole)
 
     @property
     def schedule(self) -> str:
@@ -75,7 +98,7 @@ class Candidate:
     @property
     def sharding(self) -> Sharding:
         """The sharding whose ``LayerCosts`` count: with branches, that of one device."""
-        return Sharding(1) if self.branches else Sharding(self.tp, self.sequence)
+        return Sharding(1) if self.branches else Sharding(self.tp, self.sequence, self.whole)
 
     @property
     def family(self) -> Family:
@@ -100,7 +123,7 @@ class Candidate:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
         more = [
-            "branches" if self.branches else "" if self.sequence else "without sequence parallelism",
+            "branches" if self.branches else self.sharding.words,
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"recompute {self.recompute_words}" if self.recompute else "",
         ]
@@ -122,6 +145,8 @@ class Candidate:
             plan["sequence_parallel"] = True
         if self.recompute:
             plan["recompute"] = "blocks"
+        if self.whole:
+            options = {**options, "modules": self.sharding.modules(options.get("modules"))}
         if self.saved_blocks:
             entries = dict(options.get("modules") or {})
             names = spread(blocks, self.saved_blocks * self.pp)
@@ -198,7 +223,7 @@ def candidates(
     *,
     recompute: bool,
     branches: Collection[int] = (),
-    without_sequence: Collection[int] = (),
+    shardings: Collection[Sharding] = (),
 ) -> Iterator[Candidate]:
     """All candidates for a number of devices that agree with the settings in ``options``.
 
@@ -211,7 +236,7 @@ def candidates(
         options: settings of every plan.
         recompute: whether blocks may be recomputed.
         branches: the sizes of tp on slices of which branches of the model can run.
-        without_sequence: the sizes of tp that are also tried without sequence parallelism.
+        shardings: others that are tried, besides all modules and the sequence.
     """
     fixed = varied(options or {})
     if not recompute:
@@ -223,8 +248,9 @@ def candidates(
             yield candidate
             if candidate.pp == 1 and candidate.tp in branches:
                 yield replace(candidate, branches=True)
-            if candidate.tp in without_sequence:
-                yield replace(candidate, sequence=False)
+            for sharding in shardings:
+                if sharding.tp == candidate.tp:
+                    yield replace(candidate, sequence=sharding.sequence, whole=sharding.whole)
 
 
 def _all(
