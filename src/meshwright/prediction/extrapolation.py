@@ -171,9 +171,9 @@ def _alike(base: Sequence[Moment], other: Sequence[Moment]) -> list[list[Moment]
 
 
 def _common(one: Sequence[Moment], other: Sequence[Moment]) -> int:
-    """Number of moments from the start at which both rehearsals run the same functions."""
+    """Number of moments from the start at which both rehearsals run the same functions, in the same modules."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a.name != b.name:
+        if (a.name, a.module) != (b.name, b.module):
             return i
     return min(len(one), len(other))
 

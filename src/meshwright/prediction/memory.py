@@ -85,12 +85,15 @@ class Moment:
         nbytes: the most bytes that live during these events.
         at: number of the event at which they live.
         transient: of the bytes, those that live only during that event.
+        module: the module of a forward that allocated last. It tells blocks apart that call the same functions. Backwards have
+            none.
     """
 
     name: str
     nbytes: int
     at: int
     transient: int = 0
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,18 +156,21 @@ def levels_of(trace: Trace, allocations: Allocations = CPU) -> Levels:
     label: Action | str = ""
     live: dict[int, int] = {}
     total = start = 0
+    module = ""  # of the last allocation
     highest = Moment("", 0, -1)  # the highest since the last function or collective
     for index, event in enumerate(events):
         if isinstance(event, Began):
             phases.append(PhaseMoments(label, start, total, (*moments, highest)))
-            label, start, moments, highest = event.label, total, [], Moment("", total, index)
+            label, start, moments, module, highest = event.label, total, [], "", Moment("", total, index)
             continue
+        module = event.module if isinstance(event, Allocated) else module
         total += _change(event, live)
         transient = _transient_bytes(event, allocations)
         if total + transient > highest.nbytes:
             highest = Moment("", total + transient, index, transient)
         if isinstance(event, (Op, Collective)):
-            moments.append(replace(highest, name=event.name if isinstance(event, Op) else event.kind))
+            name = event.name if isinstance(event, Op) else event.kind
+            moments.append(replace(highest, name=name, module=module))
             highest = Moment("", total, index)
     phases.append(PhaseMoments(label, start, total, (*moments, highest)))
     return Levels(trace, events, phases)
