@@ -91,6 +91,7 @@ def test_what_costs_more_to_exchange_than_to_compute_is_left_whole() -> None:
     assert over_tp.seconds == pytest.approx(predicted, rel=0.15)
 
 
+@pytest.mark.proof
 def test_nothing_is_left_whole_where_links_are_fast_or_the_plan_says_which() -> None:
     told: list[str] = []
     wide = Rehearsals(partial(Tower, 2048, 8192, words=32000), ids(8, 8192), {}, itself, adamw_on(DEVICE), 1.0)
