@@ -115,6 +115,13 @@ def test_a_job_s_own_time_is_the_host_s():
     assert begin.spent.host.seconds == 7
 
 
+def test_a_gather_of_an_optimizer_is_no_unit_s():
+    """Such as that of a whole matrix over dp_shard: no hook of FSDP2 is around it."""
+    times = {"host_unit": 3.0, "host_collective": 5.0, "cores": 1}
+    _, update = clock(profile(**times), "dp_shard=2").phases(Trace([Began("step 1"), Began("optimizer"), gather(1.0)]))
+    assert update.spent.host.seconds == 5
+
+
 @pytest.mark.parametrize(("dtensors", "seconds"), [(True, 3.0), (False, 2.0)])
 def test_functions_over_dtensors_have_a_time_of_their_own_in_an_update(dtensors, seconds):
     trace = Trace([Began("step 1"), Began("optimizer"), Op("add_", "other", 0, 0, "float32")])

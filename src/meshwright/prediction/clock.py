@@ -116,7 +116,7 @@ class Clock:
                 sends += event.nbytes if event.kind == "send" else 0
                 clock.host += Estimate(self._profile.send, self._profile.scatter)
             elif isinstance(event, Collective):
-                self._collective(event, clock, backward=backward)
+                self._collective(event, clock, in_action=isinstance(label, Action), backward=backward)
         if label in UPDATES:
             clock.device *= self._profile.update_fraction
         return Phase(label, clock.end(), sends, exchanges_in(events, lambda ranks: self._axis_and_group(ranks)[0]))
@@ -134,15 +134,17 @@ class Clock:
             return self._profile.job_action if label.kind in ("F", "B", "I", "W") else 0.0
         return self._profile.job_step if label.startswith("step") else 0.0
 
-    def _collective(self, event: Collective, clock: _ActionClock, *, backward: bool) -> None:
-        """Adds a collective to the clock of its action."""
+    def _collective(self, event: Collective, clock: _ActionClock, *, in_action: bool, backward: bool) -> None:
+        """Adds a collective to the clock of its action or phase.
+
+        ``in_action``: whether it is in an action of the schedule, in which only FSDP2 gathers and scatters over data axes.
+        """
         axis, group = self._axis_and_group(event.ranks)
         if group.ranks == 1:
             return
         over_data = axis in (*DATA, "·".join(DATA))
-        if not (
-            over_data and event.kind in ("all_gather", "reduce_scatter")
-        ):  # these FSDP2 calls, whose hooks are counted
+        of_unit = over_data and in_action and event.kind in ("all_gather", "reduce_scatter")
+        if not of_unit:  # else the spans of FSDP2's hooks have the host's time
             clock.host += Estimate(self._profile.host_collective, self._profile.scatter)
         seconds = collective(self._profile, event.kind, event.nbytes, group)  # type: ignore[arg-type]
         overlapping = {"all_gather": clock.gather, "reduce_scatter": clock.reduce}

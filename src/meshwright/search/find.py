@@ -188,9 +188,7 @@ class _Space:
         alone = blocks and 1 in tps  # a plan may ask for slices of tp
         sends = rehearsals.sends() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
-        estimator_of = partial(
-            Estimator, model.profile, recomputed=recomputed, sends=sends or 0.0, itemsize=itemsize
-        )  # fmt: skip
+        estimator_of = partial(Estimator, model.profile, recomputed=recomputed, sends=sends or 0.0, itemsize=itemsize)
         concurrent = _may_have_branches(rehearsals, tps, options)
         with_branches = partial(estimator_of, layer_costs)
         branches = _branch_costs(rehearsals, tps, with_branches, tell) if concurrent else {}

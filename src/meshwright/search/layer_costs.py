@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import cast
 
 from meshwright.hardware.collectives import CollectiveKind
-from meshwright.prediction.clock import last_step
+from meshwright.prediction.clock import SPAN, last_step
 from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, UNSHARDED, levels_of
 from meshwright.prediction.trace import Collective, Event, Op, Trace
 from meshwright.recipe import Recipe
@@ -34,7 +34,7 @@ FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
 FEW_BLOCKS = 2
 OF_UNITS = frozenset([
     "_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat",
-    "_record_function_enter_new", "_record_function_exit",
+    SPAN, "_record_function_exit",
 ])  # fmt: skip
 """FSDP2's copies around its collectives, and the spans of its hooks. Their number depends on the gathers and reductions of a
 candidate's units, so ``Units`` counts them."""
