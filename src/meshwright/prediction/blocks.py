@@ -8,14 +8,21 @@ The memory and seconds of a step are linear in the number of repeated blocks, so
 every moment that both rehearsals have (``extrapolation.py``). Blocks are alike if they differ in nothing but their number:
 they have equal classes, shapes, layouts, and plain attributes of their modules. Of blocks that are alike, the base has the
 first three and the last of each pipeline stage, so that the blocks left out are consecutive.
+
+Where blocks of several kinds alternate, what a block needs depends on the blocks beside it. Then the base has the first three
+and the last three of a stage, whatever their kinds, and the first and the last of each kind:
+
+    full model      r0 r1 r2 k3 r4 r5 r6 k7 … k75 r76 r77 r78 k79        r: recomputed, k: keeps its activations
+    base            r0 r1 r2 k3  ·  ·  ·  · …  ·   ·  r77 r78 k79
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -24,7 +31,7 @@ from torch import nn
 from meshwright.recipe import ParameterRecipe, Recipe
 
 BASE_BLOCKS = 4
-"""Blocks of one kind in each stage of the base: three that FSDP2 may gather or reduce at the same time, and the last."""
+"""Blocks in each stage of the base, if all are alike: three that FSDP2 may gather or reduce at the same time, and the last."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -61,66 +68,76 @@ class Folding:
     """The models whose rehearsals predict a full model.
 
     Attributes:
-        base: the model with the fewest blocks: ``base_blocks`` of each kind in each stage.
+        base: the model with the fewest blocks.
         more: for each kind, (the base with one more block of this kind in each stage, weights). ``weights[r]`` is the number
             of blocks that are left out of each stage on rank r of the pipeline axis: the factor of the difference to the base.
         kinds: for each kind, the names of its blocks, in order.
-        base_blocks: number of blocks of each kind in each stage of the base.
     """
 
     base: PrunedModel
     more: tuple[tuple[PrunedModel, tuple[int, ...]], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
-    base_blocks: int = BASE_BLOCKS
 
 
 def folding_of(model: nn.Module, recipe: Recipe, base_blocks: int = BASE_BLOCKS) -> Folding:
     """The folding of a model under its recipe.
 
     If no block is repeated, or the plan has branches or streams, the base is the full model. ``base_blocks``: number of
-    blocks of each kind in each stage of the base, at least 2.
+    blocks in each stage of the base, if all are alike; at least 2.
     """
     if recipe.branches or recipe.streams:
-        return Folding(PrunedModel({}), base_blocks=base_blocks)
-    kinds = [by_stage for by_stage in _kinds(model, recipe, base_blocks) if _removable(by_stage, base_blocks)]
-    fewest = [_passed(by_stage, _removable(by_stage, base_blocks), base_blocks) for by_stage in kinds]
+        return Folding(PrunedModel({}))
+    kinds = [kind for kind in _kinds(model, recipe, base_blocks) if kind.removable]
+    fewest = [kind.passed(kind.removable) for kind in kinds]
     more = []
-    for grown_kind, by_stage in enumerate(kinds):
-        counts = _removable(by_stage, base_blocks)
-        one_more = _passed(by_stage, {rank: count - 1 for rank, count in counts.items()}, base_blocks)
-        passed_by_kind = [one_more if kind == grown_kind else passed for kind, passed in enumerate(fewest)]
-        weights = tuple(counts.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
+    for grown_kind, kind in enumerate(kinds):
+        one_more = kind.passed(kind.removable, but=1)
+        passed_by_kind = [one_more if i == grown_kind else passed for i, passed in enumerate(fewest)]
+        weights = tuple(kind.removable.get(rank, 0) for rank in range(recipe.mesh.axis_size("pp")))
         more.append((PrunedModel(_merged(passed_by_kind)), weights))
-    blocks = tuple(tuple(chain.from_iterable(by_stage.values())) for by_stage in kinds)
-    return Folding(PrunedModel(_merged(fewest)), tuple(more), blocks, base_blocks)
+    blocks = tuple(tuple(chain.from_iterable(kind.blocks.values())) for kind in kinds)
+    return Folding(PrunedModel(_merged(fewest)), tuple(more), blocks)
 
 
-class _ByStage(dict[int, list[str]]):
-    """Stage → names of its blocks of one kind, in order. ``stage_rank``: stage → its rank of the pipeline axis."""
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks that are alike.
 
-    def __init__(self, blocks: Mapping[int, list[str]], stage_rank: tuple[int, ...]) -> None:
-        super().__init__(blocks)
-        self.stage_rank = stage_rank
+    Attributes:
+        blocks: stage → their names, in order.
+        spare: stage → those that may be left out.
+        stage_rank: stage → its rank of the pipeline axis.
+    """
 
+    blocks: Mapping[int, Sequence[str]]
+    spare: Mapping[int, Sequence[str]]
+    stage_rank: tuple[int, ...]
 
-def _removable(by_stage: _ByStage, base_blocks: int) -> dict[int, int]:
-    """Rank of the pipeline axis → the number of blocks that can be removed from each of its stages."""
-    counts: dict[int, int] = {}
-    for stage in range(len(by_stage.stage_rank)):
-        rank, blocks = by_stage.stage_rank[stage], by_stage.get(stage, [])
-        spare = len(blocks) - base_blocks
-        if blocks:
-            counts[rank] = min(counts.get(rank, spare), spare)
-    return {rank: count for rank, count in counts.items() if count > 1}  # "one more" rehearses a single block anyway
+    @cached_property
+    def removable(self) -> dict[int, int]:
+        """Rank of the pipeline axis → the number of blocks that can be removed from each of its stages."""
+        counts: dict[int, int] = {}
+        for stage, spare in self.spare.items():
+            rank = self.stage_rank[stage]
+            counts[rank] = min(counts.get(rank, len(spare)), len(spare))
+        return {
+            rank: count for rank, count in counts.items() if count > 1
+        }  # "one more" rehearses a single block anyway
 
+    def passed(self, counts: Mapping[int, int], but: int = 0) -> dict[str, str]:
+        """Block that is passed through → its pattern, if ``counts[rank]`` blocks are removed from each stage of a rank.
 
-def _passed(by_stage: _ByStage, counts: Mapping[int, int], base_blocks: int) -> dict[str, str]:
-    """Block that is passed through → its pattern, if ``counts[rank]`` blocks are removed from each stage of a rank."""
-    passed: dict[str, str] = {}
-    for stage, blocks in by_stage.items():
-        count = counts.get(by_stage.stage_rank[stage], 0)
-        passed |= dict.fromkeys(blocks[base_blocks - 1 : base_blocks - 1 + count], blocks[base_blocks > 2])
-    return passed
+        ``but``: the first ones of these stay.
+        """
+        passed: dict[str, str] = {}
+        for stage, spare in self.spare.items():
+            removed = spare[but : counts.get(self.stage_rank[stage], 0)]
+            passed |= {block: self._pattern(stage) for block in removed}
+        return passed
+
+    def _pattern(self, stage: int) -> str:
+        """The last block of a stage before those that may be left out: the first of a model may take other arguments."""
+        return self.blocks[stage][self.blocks[stage].index(self.spare[stage][0]) - 1]
 
 
 def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -131,9 +148,9 @@ def _merged(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 # --- kinds of blocks --------------------------------------------------------------------------------------------------
 
 
-def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]:
-    """Each kind of blocks that are alike, by stage. A block within a block of a kind is no block of its own."""
-    kinds: list[_ByStage] = []
+def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_Kind]:
+    """Each kind of blocks of which some may be left out. A block within a block of a kind is no block of its own."""
+    kinds: list[_Kind] = []
     blocks_of_kinds: set[str] = set()
     for name, module in model.named_modules():  # outer modules come first
         children = [(part, child) for part, child in module.named_children() if part.isdigit()]
@@ -146,10 +163,36 @@ def _kinds(model: nn.Module, recipe: Recipe, base_blocks: int) -> list[_ByStage]
             if (stage_and_structure := _stage_and_structure(block, child, recipe)) is not None:
                 stage, structure = stage_and_structure
                 by_structure[structure, plain][stage].append(block)
-        alike = [by_stage for by_stage in by_structure.values() if max(map(len, by_stage.values())) > base_blocks]
-        kinds += [_ByStage(by_stage, recipe.stage_rank) for by_stage in alike]
-        blocks_of_kinds |= {block for by_stage in alike for blocks in by_stage.values() for block in blocks}
+        edges = _edges(by_structure.values(), base_blocks - 1)
+        for blocks in by_structure.values():
+            spare = {stage: _spare(names, edges) for stage, names in blocks.items()}
+            if any(spare.values()):
+                kinds.append(_Kind(blocks, spare, recipe.stage_rank))
+                blocks_of_kinds |= set(chain.from_iterable(blocks.values()))
     return kinds
+
+
+def _edges(kinds: Collection[Mapping[int, list[str]]], width: int) -> set[str]:
+    """The blocks that no rehearsal leaves out, whatever their kinds: the first ``width`` blocks of each stage and the last.
+
+    If a stage has several kinds, its last ``width`` blocks. ``kinds``: for each kind, stage → names of its blocks.
+    """
+    edges: set[str] = set()
+    for stage in set(chain.from_iterable(kinds)):
+        here = [kind[stage] for kind in kinds if stage in kind]
+        names = sorted(chain.from_iterable(here), key=_number)
+        edges |= {*names[:width], *names[-(width if len(here) > 1 else 1) :]}
+    return edges
+
+
+def _spare(names: Sequence[str], edges: Collection[str]) -> list[str]:
+    """The blocks of a kind in a stage that may be left out: not the first and the last of this kind, and none in ``edges``."""
+    return [name for name in names[1:-1] if name not in edges]
+
+
+def _number(block: str) -> int:
+    """The number of a block in its sequence: 3 of ``layers.3``."""
+    return int(block.rpartition(".")[2])
 
 
 def _stage_and_structure(name: str, block: nn.Module, recipe: Recipe) -> tuple[int, Hashable] | None:

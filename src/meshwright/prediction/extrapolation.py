@@ -158,10 +158,12 @@ def _alike(base: Sequence[Moment], other: Sequence[Moment]) -> list[list[Moment]
     """For each moment of the base, the moments of another rehearsal that correspond to it: from the start, and from the end.
 
     From the end, the moments of one block are left out: in the other rehearsal a block ran before it, whose gradients may
-    still be in a reduction.
+    still be in a reduction. From the start, those of the base's last block are: in a backward it is the model's first block,
+    whose inputs may need no gradients.
     """
-    start = _common(base, other)
-    end = _common(base[::-1], other[::-1]) - max(0, len(other) - len(base))
+    block = max(0, len(other) - len(base))  # the number of its moments
+    start = min(_common(base, other), len(base) - block)
+    end = _common(base[::-1], other[::-1]) - block
     matches: list[list[Moment]] = [[] for _ in base]
     for i in range(start):
         matches[i].append(other[i])
