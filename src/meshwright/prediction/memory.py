@@ -14,7 +14,7 @@ The kind of a storage follows from when it is allocated and freed:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.prediction.allocations import CPU, Allocations
@@ -22,7 +22,7 @@ from meshwright.prediction.trace import Allocated, Began, Collective, Event, Fre
 from meshwright.schedule import Action
 
 TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced gradients"
-UNSHARDED = "unsharded parameters"
+UNSHARDED, COMMUNICATION, BATCH = "unsharded parameters", "communication", "batch"
 KERNELS = "kernels and backends"
 Site = tuple[str, str, str]
 """The place where a storage was allocated: (module, line of the model, function)."""
@@ -142,6 +142,17 @@ class Levels:
                 kinds_after[index] = {kind: nbytes for kind, nbytes in items.items() if nbytes}
         return kinds_after
 
+    def nbytes(self, storages: Collection[int], after: Iterable[int]) -> dict[int, int]:
+        """Number of an event → bytes of these storages that live after it. ``after``: numbers of events."""
+        live, wanted, nbytes = dict[int, int](), frozenset(after), 0
+        bytes_after = {-1: 0}
+        for index, event in enumerate(self.events):
+            if isinstance(event, (Allocated, Resized, Freed)) and event.storage in storages:
+                nbytes += _change(event, live)
+            if index in wanted:
+                bytes_after[index] = nbytes
+        return bytes_after
+
     @property
     def persistent(self) -> int:
         """Bytes that live between steps."""
@@ -260,7 +271,7 @@ def kinds_of(trace: Trace) -> dict[int, str]:
             if event.storage in resized:
                 kinds[event.storage] = UNSHARDED
             elif event.storage in trace.exchanged:
-                kinds[event.storage] = "communication"
+                kinds[event.storage] = COMMUNICATION
         elif isinstance(event, Freed) and kinds[event.storage] == TEMPORARIES and allocated[event.storage][0] != number:
             action_kind = allocated[event.storage][1]
             kinds[event.storage] = ACTIVATIONS if action_kind == "F" else UNREDUCED if action_kind else TEMPORARIES

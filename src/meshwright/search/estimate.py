@@ -16,8 +16,9 @@
 | branches at the same time | on one device · (rest + slowest branch) / (rest + all) + exchange | `BranchCosts.slowest` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._synchronizations` |
-| peak memory of a rank | persistent · e + max(gathered + gradients + activations, updating · e) | `MemoryEstimator._peak` |
-| its activations | in flight · activations of its blocks · rows + other | `MemoryEstimator.peak` |
+| peak memory of a rank | batch + persistent · e + max(gradients + stored + other, updating · e) | `MemoryEstimator._peak` |
+| what its blocks store | in flight · activations of its blocks · rows | `MemoryEstimator._stored` |
+| other bytes, at each of three peaks | gathered + computed + communication | `MemoryEstimator._temporaries` |
 | blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `MemoryEstimator.selected` |
 | microbatches in flight | 1F1B: min(M, p - r); interleaved: ((v - 1) p + 2 (p - r - 1) + 1) / v | `in_flight` |
 | microbatches in flight with split backwards | min(M, p) | `in_flight` |

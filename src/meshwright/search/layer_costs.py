@@ -14,15 +14,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import cast
 
 from meshwright.hardware.collectives import CollectiveKind
 from meshwright.prediction.clock import SPAN, last_step
-from meshwright.prediction.memory import ACTIVATIONS, UNREDUCED, UNSHARDED, levels_of
-from meshwright.prediction.trace import Collective, Event, Op, Trace
+from meshwright.prediction.memory import (
+    ACTIVATIONS,
+    BATCH,
+    COMMUNICATION,
+    UNREDUCED,
+    UNSHARDED,
+    Levels,
+    kinds_of,
+    levels_of,
+)
+from meshwright.prediction.trace import Allocated, Collective, Event, Op, Trace
 from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
@@ -39,7 +48,10 @@ OF_UNITS = frozenset([
 """FSDP2's copies around its collectives, and the spans of its hooks. Their number depends on the gathers and reductions of a
 candidate's units, so ``Units`` counts them."""
 _NEARLY_ALL = 0.9  # of the most bytes of activations: then all blocks keep theirs
-_COUNTED = ("parameters", "buffers", "batch", "optimizer", "gradients", UNREDUCED, UNSHARDED)
+_ALL, _LAST = 0.9, 1.5
+"""Numbers of blocks whose activations are freed. Below ``_ALL``, all blocks count as keeping theirs; from there to ``_LAST``,
+the last block's are freed, and the block before it uses its own."""
+_COUNTED = ("parameters", "buffers", BATCH, "optimizer", "gradients", UNREDUCED)
 """Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
 
@@ -59,6 +71,21 @@ class PassCalls:
 
 
 @dataclass(frozen=True)
+class Temporaries:
+    """Bytes at a peak, without gradients.
+
+    Attributes:
+        computed: as a line in the rows, without the others.
+        unsharded: of the parameters that FSDP2 has gathered.
+        communication: of the buffers of collectives, as a line in the rows.
+    """
+
+    computed: Line
+    unsharded: float
+    communication: Line
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """The costs of a model's layers at one size of tp.
 
@@ -69,13 +96,12 @@ class LayerCosts:
         elements: parameter elements on one rank of tp: of (a block, the layers before all blocks, the layers after them).
         tied: number of ``elements`` counted both before and after: tied weights, of which a pipeline's last stage has a copy.
         forward, backward: the functions and collectives of the forward and of the backward.
-        persistent: bytes per element that live between steps.
+        persistent: bytes per element that live between steps, without the batch.
+        batch: bytes per row of the batch.
         activations: bytes per row that a block stores for its backward.
-        other: bytes at the peak of forward and backward besides these, as a line in the rows. Neither gradients nor
-            ``unsharded`` are counted.
-        drained: bytes at the peak while not all blocks keep their activations, without these, but with what FSDP2 has gathered
-            then, as a line in the rows.
-        unsharded: bytes of the parameters that FSDP2 has gathered at the peak.
+        full: at the peak of forward and backward while all blocks keep their activations, besides these.
+        within: at the peak of the backward of the block before the last one, besides all activations.
+        drained: at the peak after that, besides all activations.
         updating: temporary bytes per element in clipping and the optimizer, including gradients.
         update: the functions of clipping and the optimizer per element, with the sizes for an unsharded parameter.
         updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
@@ -90,10 +116,11 @@ class LayerCosts:
     forward: PassCalls
     backward: PassCalls
     persistent: float
+    batch: float
     activations: float
-    other: Line
-    drained: Line
-    unsharded: float
+    full: Temporaries
+    within: Temporaries
+    drained: Temporaries
     updating: float
     update: Calls
     updates: Line
@@ -124,67 +151,144 @@ def layer_costs_of(
         more: for each kind, as ``base`` with one more block of this kind.
     """
     numbers = [len(blocks) for blocks in kinds]
-    low, high = PeakMemory.of_trace(base), PeakMemory.of_trace(wide)
-    longer = [PeakMemory.of_trace(trace) for trace in more]
+    names = [name for blocks in kinds for name in blocks]
+    low, high, *longer = (StepMemory.of_trace(trace, names) for trace in (base, wide, *more))
     differences = [max(0, memory.compute - low.compute) for memory in longer]
     of_all_blocks = sum(number * nbytes for number, nbytes in zip(numbers, differences, strict=True))
     activations = of_all_blocks / max(sum(numbers), 1) / FEW_ROWS
-    rehearsed_blocks = FEW_BLOCKS * len(numbers)
-    other = [
-        memory.compute - rehearsed_blocks * activations * rows for rows, memory in ((FEW_ROWS, low), (MANY_ROWS, high))
-    ]
+    full, within, drained = _temporaries(low, high, FEW_BLOCKS * len(kinds), activations)
     elements, tied = _elements(recipe, kinds)
     local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return LayerCosts(
-        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward, low.persistent / (local / DP_SHARD),
-        activations, _line(max(0.0, other[0]), max(0.0, other[1])), _line(low.drained, high.drained),
-        low.unsharded, low.updating / (local / DP_SHARD),
-        _update(base).times(1 / local), _updates(base, more), _tensors(recipe, kinds), tied,
+        tp, bool(recipe.sequence), sum(numbers), elements, forward, backward,
+        low.persistent / (local / DP_SHARD), low.batch / FEW_ROWS, activations, full, within, drained,
+        low.updating / (local / DP_SHARD), _update(base).times(1 / local), _updates(base, more), _tensors(recipe, kinds), tied,
         chains_of(recipe, kinds),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class PeakMemory:
+class MomentMemory:
+    """Bytes at a moment of a forward or backward, without those that live between steps, and without gradients.
+
+    Attributes:
+        activations: stored for a backward.
+        freed: number of blocks that have freed their activations; a block that has freed half of them counts as half.
+        unsharded: of the parameters that FSDP2 has gathered.
+        communication: of the buffers of collectives.
+        computed: all others, and ``activations``.
+    """
+
+    activations: int
+    freed: float
+    unsharded: int
+    communication: int
+    computed: int
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.computed + self.unsharded + self.communication
+
+
+@dataclass(frozen=True)
+class StepMemory:
     """Bytes in the last step of a rehearsal.
 
     Attributes:
-        persistent: live between steps.
-        compute: at the peak of forward and backward while all blocks keep their activations, without ``persistent``,
-            gradients and gathered parameters.
-        unsharded: gathered parameters at that peak.
-        drained: at the peak of the other moments, with gathered parameters, and without activations: with the gradient of a
-            large embedding, say.
+        persistent: live between steps, without the batch.
+        batch: those of the batch.
+        moments: of the forward and the backward, in order.
         updating: at the peak of clipping and the optimizer, without ``persistent`` but with gradients.
     """
 
     persistent: int
-    compute: int
-    unsharded: int
-    drained: int
+    batch: int
+    moments: tuple[MomentMemory, ...]
     updating: int
 
     @classmethod
-    def of_trace(cls, trace: Trace) -> PeakMemory:
-        """Reads them from the trace of a rehearsal."""
+    def of_trace(cls, trace: Trace, blocks: Collection[str]) -> StepMemory:
+        """Reads them from the trace of a rehearsal. ``blocks``: names of blocks."""
         levels = levels_of(trace)
         start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
         last_step_phases = levels.phases[start:]
         moments = [moment for phase in last_step_phases if isinstance(phase.label, Action) for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
-        temporary = [moment.nbytes - sum(kinds[moment.at].get(kind, 0) for kind in _COUNTED) for moment in moments]
-        activations = [kinds[moment.at].get(ACTIVATIONS, 0) for moment in moments]
-        kept = [nbytes >= _NEARLY_ALL * max(activations) for nbytes in activations]
-        peak = max((i for i, all_kept in enumerate(kept) if all_kept), key=temporary.__getitem__)
-        gathered = [kinds[moment.at].get(UNSHARDED, 0) for moment in moments]
-        drained = [temporary[i] - activations[i] + gathered[i] for i, all_kept in enumerate(kept) if not all_kept]
+        freed = _freed(levels, blocks, [moment.at for moment in moments])
         updates = [
             m.nbytes for phase in last_step_phases if phase.label in ("clip", "optimizer") for m in phase.moments
         ]
         updating = max(0, max(updates, default=0) - levels.persistent)
-        return cls(levels.persistent, temporary[peak], gathered[peak], max(drained, default=0), updating)
+        memories = tuple(
+            _moment_memory(m.nbytes, kinds[m.at], number) for m, number in zip(moments, freed, strict=True)
+        )
+        batch = max(kinds[moment.at].get(BATCH, 0) for moment in moments)
+        end = len(levels.events) - 1
+        return cls(levels.persistent - levels.kinds([end])[end].get(BATCH, 0), batch, memories, updating)
+
+    @property
+    def compute(self) -> int:
+        """Bytes at the peak while all blocks keep their activations, without gathered parameters."""
+        activations = max(moment.activations for moment in self.moments)
+        kept = [m for m in self.moments if m.activations >= _NEARLY_ALL * activations]
+        return max(m.computed + m.communication for m in kept)
+
+    def while_freed(self, least: float, most: float) -> list[MomentMemory]:
+        """The moments at which ``least`` to ``most`` blocks have freed their activations; if none, one with 0 bytes."""
+        return [m for m in self.moments if least <= m.freed < most] or [NO_MEMORY]
+
+
+NO_MEMORY = MomentMemory(0, 0.0, 0, 0, 0)
+
+
+def _nbytes(memory: MomentMemory) -> int:
+    return memory.nbytes
+
+
+def _moment_memory(nbytes: int, kinds: Mapping[str, int], freed: float) -> MomentMemory:
+    """The memory of a moment at which ``nbytes`` live. ``kinds``: kind → bytes. ``freed``: see ``MomentMemory``."""
+    unsharded, communication = kinds.get(UNSHARDED, 0), kinds.get(COMMUNICATION, 0)
+    counted = sum(kinds.get(kind, 0) for kind in _COUNTED) + unsharded + communication
+    return MomentMemory(kinds.get(ACTIVATIONS, 0), freed, unsharded, communication, nbytes - counted)
+
+
+def _freed(levels: Levels, blocks: Collection[str], after: Sequence[int]) -> list[float]:
+    """After each of these events, the number of blocks without activations: 1 - activations / most activations, summed."""
+    kinds = kinds_of(levels.trace)
+    storages = defaultdict[str, set[int]](set)
+    block_of = cache(lambda module: next((b for b in blocks if module == b or module.startswith(b + ".")), None))
+    for event in levels.trace.events:
+        if isinstance(event, Allocated) and kinds[event.storage] == ACTIVATIONS and (block := block_of(event.module)):
+            storages[block].add(event.storage)
+    freed = [0.0] * len(after)
+    for of_block in storages.values():
+        nbytes = levels.nbytes(of_block, after)
+        most = max(nbytes[at] for at in after)
+        freed = [number + (1 - nbytes[at] / most if most else 0.0) for number, at in zip(freed, after, strict=True)]
+    return freed
+
+
+def _temporaries(low: StepMemory, high: StepMemory, blocks: int, activations: float) -> tuple[Temporaries, ...]:
+    """What ``LayerCosts`` calls (full, within, drained).
+
+    Args:
+        low, high: of rehearsals with few rows and with many rows.
+        blocks: number of blocks in these rehearsals.
+        activations: bytes per row that a block stores for its backward.
+    """
+    parts = []
+    for (least, most), keeping in (((0, _ALL), blocks), ((_ALL, _LAST), blocks - 1), ((_LAST, math.inf), 0)):
+        few_moments, many_moments = (memory.while_freed(least, most) for memory in (low, high))
+        few, many = max(few_moments, key=_nbytes), max(many_moments, key=_nbytes)
+        kept = max(0, keeping) * activations
+        computed = _line(max(0.0, few.computed - kept * FEW_ROWS), max(0.0, many.computed - kept * MANY_ROWS))
+        # In a model with more blocks, FSDP2 has gathered the next one at the peak of this one.
+        unsharded = max(m.unsharded for m in few_moments) if least == _ALL else few.unsharded
+        parts.append(Temporaries(computed, unsharded, _line(few.communication, many.communication)))
+    return tuple(parts)
 
 
 def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[float, float, float], float]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from meshwright.search.calls import line_value
-from meshwright.search.layer_costs import LayerCosts
+from meshwright.search.layer_costs import DP_SHARD, LayerCosts, Temporaries
 from meshwright.search.pipeline import in_flight
-from meshwright.search.ranks import PipelineRanks
+from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.space import Candidate, Sharding
 
 REDUCED = 4  # bytes per element of a gradient in a reduction: float32
@@ -40,46 +40,93 @@ class MemoryEstimator:
 
     def peak(self, candidate: Candidate) -> float:
         """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
-        layer_costs, share = self._layer_costs[candidate.sharding], self._share(candidate)
-        per_recomputed_block = self._recomputed / (layer_costs.tp if layer_costs.sequence else 1)
-        # The activations of one block while it is recomputed. The memory of the loss is free by then.
-        recomputing = layer_costs.activations * candidate.rows if candidate.recompute else 0.0
-        base, slope = layer_costs.other
-        other = base + max(slope * candidate.rows, recomputing)
-        peak = 0.0
-        for index, (rank, elements) in enumerate(
-            zip(self._ranks.of(candidate), self._ranks.elements(candidate), strict=True)
-        ):
-            full_blocks = min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
-            per_row = full_blocks * layer_costs.activations + (rank.blocks - full_blocks) * per_recomputed_block
-            ranks_before = candidate.pp - 1 if "last" in rank.ends else index
-            microbatches = in_flight(candidate, ranks_before)
-            rest = other if "last" in rank.ends else base + recomputing
-            activations = microbatches * per_row * candidate.rows + rest
-            drained = line_value(layer_costs.drained, candidate.rows) if rank.ends else 0.0
-            peak = max(peak, self._peak(candidate, elements, share * activations, share * drained))
-        return peak
+        elements = self._ranks.elements(candidate)
+        return max(
+            self._peak(candidate, rank, index, number)
+            for index, (rank, number) in enumerate(zip(self._ranks.of(candidate), elements, strict=True))
+        )
 
-    def _peak(self, candidate: Candidate, elements: float, activations: float, drained: float) -> float:
+    def _peak(self, candidate: Candidate, rank: Rank, index: int, elements: float) -> float:
         """Peak bytes of a rank, in the forwards and backwards or in the update, whichever needs more.
 
         Args:
-            elements: parameter elements of the rank, before sharding.
-            activations: bytes of activations.
-            drained: see ``LayerCosts``.
+            rank: the rank of the pipeline axis.
+            index: its place among ``PipelineRanks.of``.
+            elements: its parameter elements, before sharding.
         """
         layer_costs = self._layer_costs[candidate.sharding]
-        if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
-            gathered = layer_costs.unsharded
-        else:
-            cast = self._itemsize != REDUCED or candidate.data > 1
-            gathered = elements * self._itemsize if self._gathers and cast else 0.0
+        stored = self._stored(candidate, rank, in_flight(candidate, candidate.pp - 1 if "last" in rank.ends else index))
+        last, next_to_last = self._freed(candidate, rank)
+        levels = [
+            stored + last + self._temporaries(candidate, layer_costs.within, elements, reducing=False),
+            stored + next_to_last + self._temporaries(candidate, layer_costs.within, elements),
+        ]
+        if "last" in rank.ends:
+            levels.append(stored + self._temporaries(candidate, layer_costs.full, elements))
+        if rank.ends:
+            levels.append(self._temporaries(candidate, layer_costs.drained, elements))
         # Accumulated gradients stay unsharded until the backward of the last microbatch.
         gradients = elements * self._reduced if candidate.microbatches > 1 else 0.0
         local_elements = elements / candidate.dp_shard
-        return layer_costs.persistent * local_elements + max(
-            gradients + max(gathered + activations, drained), layer_costs.updating * local_elements
+        batch = layer_costs.batch * candidate.rows * candidate.microbatches
+        return (
+            batch
+            + layer_costs.persistent * local_elements
+            + max(gradients + max(levels), layer_costs.updating * local_elements)
         )
+
+    def _stored(self, candidate: Candidate, rank: Rank, microbatches: float) -> float:
+        """Bytes that a rank's blocks store for the backwards of the microbatches in flight."""
+        layer_costs, kept = self._layer_costs[candidate.sharding], self._kept(candidate, rank)
+        per_recomputed_block = self._recomputed / (layer_costs.tp if layer_costs.sequence else 1)
+        per_row = kept * layer_costs.activations + (rank.blocks - kept) * per_recomputed_block
+        return self._share(candidate) * microbatches * per_row * candidate.rows
+
+    def _freed(self, candidate: Candidate, rank: Rank) -> tuple[float, float]:
+        """What a rank stores less, or has in addition, in the backward of its last block and of the one before: bytes.
+
+        A block that recomputes has all activations of its own in addition. The last block keeps its activations, if any does.
+        """
+        block = self._share(candidate) * self._layer_costs[candidate.sharding].activations * candidate.rows
+        kept = self._kept(candidate, rank)
+        if kept == rank.blocks:
+            return 0.0, -block if kept > 1 else 0.0
+        return (0.0, 0.0) if kept else (block, block)
+
+    @staticmethod
+    def _kept(candidate: Candidate, rank: Rank) -> int:
+        """The number of a rank's blocks that do not recompute."""
+        return min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
+
+    def _temporaries(
+        self, candidate: Candidate, temporaries: Temporaries, elements: float, *, reducing: bool = True
+    ) -> float:
+        """Bytes of a rank at a peak, besides those that it stores.
+
+        Args:
+            elements: see ``_peak``.
+            reducing: whether gradients may be in a reduction.
+        """
+        if candidate.pp == 1 and candidate.reshard and candidate.dp_shard > 1:
+            gathered = temporaries.unsharded
+        else:
+            cast = self._itemsize != REDUCED or candidate.dp_shard > 1
+            gathered = elements * self._itemsize if self._gathers and cast else 0.0
+        share, rows = self._share(candidate), candidate.rows
+        of_units, of_tp = temporaries.communication
+        reduced = of_units * self._reduced_share(candidate) if reducing else 0.0
+        return gathered + share * (line_value(temporaries.computed, rows) + reduced + of_tp * rows)
+
+    @staticmethod
+    def _reduced_share(candidate: Candidate) -> float:
+        """The buffers of gathers and reductions / those in a rehearsal, which has other shards: one whole, and one sharded.
+
+        A pipeline gathers before its forwards, and reduces after its backwards.
+        """
+        if candidate.data == 1 or candidate.pp > 1:
+            return 0.0
+        shard = 1 / candidate.dp_shard if candidate.dp_shard > 1 else 0.0
+        return (1 + shard) / (1 + 1 / DP_SHARD)
 
     def selected(self, candidate: Candidate, capacity: float) -> Candidate | None:
         """The candidate with selective recomputation: as many blocks as fit keep their activations; the others recompute.

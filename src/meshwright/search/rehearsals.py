@@ -32,7 +32,7 @@ from meshwright.search.layer_costs import (
     FEW_ROWS,
     MANY_ROWS,
     LayerCosts,
-    PeakMemory,
+    StepMemory,
     layer_costs_of,
 )
 from meshwright.search.space import Sharding
@@ -163,7 +163,7 @@ class Rehearsals:
         most = self._rehearsal(few.most, ALONE, recompute="blocks")
         models = (few.base, *few.more)
         step = RehearsedStep(updated=False)
-        base, *more = (PeakMemory.of_trace(rehearse(most.passing_through(model), 0, [step])) for model in models)
+        base, *more = (StepMemory.of_trace(rehearse(most.passing_through(model), 0, [step]), ()) for model in models)
         nbytes = sum(number * (longer.compute - base.compute) for number, longer in zip(few.numbers, more, strict=True))
         return max(0.0, nbytes / sum(few.numbers)) / FEW_ROWS
 

@@ -126,6 +126,7 @@ class Candidate:
             "branches" if self.branches else self.sharding.words,
             f"{self.microbatches} microbatches" if self.microbatches > 1 else "",
             f"recompute {self.recompute_words}" if self.recompute else "",
+            "" if self.reshard else "no reshard after forward",
         ]
         return ", ".join(filter(None, [mesh, *more, self.schedule_words if self.pp > 1 else ""]))
 

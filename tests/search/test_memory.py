@@ -1,0 +1,61 @@
+"""The memory that a search estimates, against predictions: of models that recompute all of their blocks, some of them, or none."""
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.hardware.reader import read_profile
+from meshwright.plan import Plan
+from meshwright.prediction.predict import adamw_on
+from meshwright.search.estimate import Estimator
+from meshwright.search.find import repeat_rows
+from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
+from meshwright.search.rehearsals import Rehearsals
+from meshwright.search.space import Candidate, Sharding
+
+GPU = read_profile("a100-80")
+BLOCKS = 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, h):
+        return h + self.down(nn.functional.gelu(self.up(self.norm(h))).sin())
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(BLOCKS))), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.head(self.blocks(x)).square().mean()
+
+
+def itself(loss):
+    return loss
+
+
+@pytest.fixture(scope="module")
+def estimator():
+    batch = repeat_rows((torch.randn(1, 128, 64),), MANY_ROWS * DP_SHARD)
+    rehearsals = Rehearsals(Tower, batch, {}, itself, adamw_on(GPU), 1.0)
+    costs = {sharding: rehearsals.layer_costs(sharding) for sharding in (Sharding(1), Sharding(2))}
+    return Estimator(GPU, costs, rehearsals.recomputed(), 0.0, 4), rehearsals.blocks
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+@pytest.mark.parametrize("saved", [None, 0, 4])
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1)])
+def test_the_estimate_is_that_of_a_prediction(estimator, mesh, saved, rows):
+    """Few rows: what FSDP2 gathers and reduces is most of the peak. Many rows: what a recomputed block needs is."""
+    estimates, blocks = estimator
+    replicate, shard, tp = mesh
+    one = Candidate(1, replicate, shard, tp, 1, rows, recompute=saved is not None, saved_blocks=saved or 0)
+    batch = (torch.randn(rows * replicate * shard, 128, 64),)
+    predicted = mw.predict(Tower, batch, Plan.parse(one.plan({}, blocks)), hardware="a100-80", loss=itself).peak
+    assert estimates.memory.peak(one) == pytest.approx(predicted, rel=0.06)
