@@ -22,7 +22,8 @@ from meshwright.prediction.trace import Allocated, Began, Collective, Event, Fre
 from meshwright.schedule import Action
 
 TEMPORARIES, ACTIVATIONS, UNREDUCED = "temporaries", "activations", "unreduced gradients"
-UNSHARDED, COMMUNICATION, BATCH = "unsharded parameters", "communication", "batch"
+UNSHARDED, COMMUNICATION = "unsharded parameters", "communication"
+BATCH, OPTIMIZER = "batch", "optimizer"
 KERNELS = "kernels and backends"
 Site = tuple[str, str, str]
 """The place where a storage was allocated: (module, line of the model, function)."""

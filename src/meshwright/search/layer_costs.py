@@ -25,9 +25,11 @@ from meshwright.prediction.memory import (
     ACTIVATIONS,
     BATCH,
     COMMUNICATION,
+    OPTIMIZER,
     UNREDUCED,
     UNSHARDED,
     Levels,
+    PhaseMoments,
     kinds_of,
     levels_of,
 )
@@ -51,7 +53,7 @@ _NEARLY_ALL = 0.9  # of the most bytes of activations: then all blocks keep thei
 _ALL, _LAST = 0.9, 1.5
 """Numbers of blocks whose activations are freed. Below ``_ALL``, all blocks count as keeping theirs; from there to ``_LAST``,
 the last block's are freed, and the block before it uses its own."""
-_COUNTED = ("parameters", "buffers", BATCH, "optimizer", "gradients", UNREDUCED)
+_COUNTED = ("parameters", "buffers", BATCH, OPTIMIZER, "gradients", UNREDUCED)
 """Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
 
@@ -138,8 +140,39 @@ class LayerCosts:
 # --- from rehearsals --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class UpdateCosts:
+    """The costs of clipping and the optimizer: of an element of a shard, the same at each size of tp.
+
+    Attributes:
+        optimizer: bytes of optimizer states per element.
+        temporary, calls, number: ``updating``, ``update`` and ``updates`` of ``LayerCosts``.
+    """
+
+    optimizer: float
+    temporary: float
+    calls: Calls
+    number: Line
+
+    @classmethod
+    def of_traces(cls, recipe: Recipe, base: Trace, more: Sequence[Trace]) -> UpdateCosts:
+        """Reads them from rehearsals whose steps update parameters. Arguments: as those of ``layer_costs_of``."""
+        levels, elements = levels_of(base), _local_elements(recipe)
+        phases = _last_step_phases(levels)
+        nbytes = [m.nbytes for phase in phases if phase.label in ("clip", "optimizer") for m in phase.moments]
+        temporary = max(0, max(nbytes, default=0) - levels.persistent)
+        optimizer = _at_end(levels).get(OPTIMIZER, 0)
+        shard = elements / DP_SHARD
+        return cls(optimizer / shard, temporary / shard, _update(base).times(1 / elements), _updates(base, more))
+
+
 def layer_costs_of(
-    recipe: Recipe, kinds: Sequence[Sequence[str]], base: Trace, wide: Trace, more: Sequence[Trace]
+    recipe: Recipe,
+    kinds: Sequence[Sequence[str]],
+    base: Trace,
+    wide: Trace,
+    more: Sequence[Trace],
+    update: UpdateCosts,
 ) -> LayerCosts:
     """The costs of a model's layers, from rehearsals of few of its blocks.
 
@@ -149,6 +182,7 @@ def layer_costs_of(
         base: rehearsal with ``FEW_BLOCKS`` blocks of each kind and ``FEW_ROWS`` rows.
         wide: as ``base``, with ``MANY_ROWS`` rows.
         more: for each kind, as ``base`` with one more block of this kind.
+        update: of the model.
     """
     numbers = [len(blocks) for blocks in kinds]
     names = [name for blocks in kinds for name in blocks]
@@ -158,13 +192,12 @@ def layer_costs_of(
     activations = of_all_blocks / max(sum(numbers), 1) / FEW_ROWS
     full, within, drained = _temporaries(low, high, FEW_BLOCKS * len(kinds), activations)
     elements, tied = _elements(recipe, kinds)
-    local = sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return LayerCosts(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward,
-        low.persistent / (local / DP_SHARD), low.batch / FEW_ROWS, activations, full, within, drained,
-        low.updating / (local / DP_SHARD), _update(base).times(1 / local), _updates(base, more), _tensors(recipe, kinds), tied,
+        low.parameters / (_local_elements(recipe) / DP_SHARD) + update.optimizer, low.batch / FEW_ROWS,
+        activations, full, within, drained, update.temporary, update.calls, update.number, _tensors(recipe, kinds), tied,
         chains_of(recipe, kinds),
     )  # fmt: skip
 
@@ -198,36 +231,30 @@ class StepMemory:
     """Bytes in the last step of a rehearsal.
 
     Attributes:
-        persistent: live between steps, without the batch.
+        parameters: of parameters and buffers.
         batch: those of the batch.
         moments: of the forward and the backward, in order.
-        updating: at the peak of clipping and the optimizer, without ``persistent`` but with gradients.
     """
 
-    persistent: int
+    parameters: int
     batch: int
     moments: tuple[MomentMemory, ...]
-    updating: int
 
     @classmethod
     def of_trace(cls, trace: Trace, blocks: Collection[str]) -> StepMemory:
         """Reads them from the trace of a rehearsal. ``blocks``: names of blocks."""
         levels = levels_of(trace)
-        start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
-        last_step_phases = levels.phases[start:]
-        moments = [moment for phase in last_step_phases if isinstance(phase.label, Action) for moment in phase.moments]
+        actions = [phase for phase in _last_step_phases(levels) if isinstance(phase.label, Action)]
+        moments = [moment for phase in actions for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
         freed = _freed(levels, blocks, [moment.at for moment in moments])
-        updates = [
-            m.nbytes for phase in last_step_phases if phase.label in ("clip", "optimizer") for m in phase.moments
-        ]
-        updating = max(0, max(updates, default=0) - levels.persistent)
+        batch = max(kinds[moment.at].get(BATCH, 0) for moment in moments)
         memories = tuple(
             _moment_memory(m.nbytes, kinds[m.at], number) for m, number in zip(moments, freed, strict=True)
         )
-        batch = max(kinds[moment.at].get(BATCH, 0) for moment in moments)
-        end = len(levels.events) - 1
-        return cls(levels.persistent - levels.kinds([end])[end].get(BATCH, 0), batch, memories, updating)
+        at_end = _at_end(levels)
+        parameters = levels.persistent - at_end.get(BATCH, 0) - at_end.get(OPTIMIZER, 0)
+        return cls(parameters, batch, memories)
 
     @property
     def compute(self) -> int:
@@ -239,6 +266,22 @@ class StepMemory:
     def while_freed(self, least: float, most: float) -> list[MomentMemory]:
         """The moments at which ``least`` to ``most`` blocks have freed their activations; if none, one with 0 bytes."""
         return [m for m in self.moments if least <= m.freed < most] or [NO_MEMORY]
+
+
+def _last_step_phases(levels: Levels) -> Sequence[PhaseMoments]:
+    start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
+    return levels.phases[start:]
+
+
+def _at_end(levels: Levels) -> Mapping[str, int]:
+    """Kind → bytes that live when a trace ends."""
+    end = len(levels.events) - 1
+    return levels.kinds([end])[end]
+
+
+def _local_elements(recipe: Recipe) -> int:
+    """The number of parameter elements on one rank of tp."""
+    return sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
 
 
 NO_MEMORY = MomentMemory(0, 0.0, 0, 0, 0)

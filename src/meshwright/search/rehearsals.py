@@ -7,6 +7,7 @@ few blocks · one more block · more rows  rehearsed (``layer_costs.py``)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
 from meshwright.prediction.shapes import Shapes
+from meshwright.prediction.trace import Trace
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.microbatches import call_model, take_rows
@@ -33,11 +35,13 @@ from meshwright.search.layer_costs import (
     MANY_ROWS,
     LayerCosts,
     StepMemory,
+    UpdateCosts,
     layer_costs_of,
 )
 from meshwright.search.space import Sharding
 
 ALONE = Sharding(1)
+WITHOUT_UPDATES = tuple(replace(step, updated=False) for step in TWO_STEPS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Rehearsals:
         most = self._rehearsal(self._few.most, sharding)
         if all(p.local_shape(0) == p.shape for p in most.recipe.parameters):
             return None
-        return self._layer_costs(self._few, most)
+        return self._layer_costs(self._few, most, self._alone[2])
 
     def sends(self) -> float | None:
         """Bytes per row that a pipeline stage sends to the next; None if the model cannot be cut into stages."""
@@ -172,8 +176,11 @@ class Rehearsals:
         return self._alone[0]
 
     @cached_property
-    def _alone(self) -> tuple[FewBlocks, LayerCosts]:
-        """(the model with few blocks, the costs of its layers without tp). All blocks run, if none can be passed through."""
+    def _alone(self) -> tuple[FewBlocks, LayerCosts, UpdateCosts]:
+        """(the model with few blocks, the costs of its layers without tp, those of its update).
+
+        All blocks run, if none can be passed through.
+        """
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, ALONE)
@@ -185,14 +192,14 @@ class Rehearsals:
         recipe = _most(folding).recipe(full.recipe)
         try:
             most = replace(full, build=few.most, planned=full.planned.of(few.most, recipe))
-            return few, self._layer_costs(few, most)
+            return few, *self._costs_alone(few, most)
         except PlanError:
             raise
         except Exception:  # a model with blocks passed through may raise any exception
             if not few.more:
                 raise
             all_blocks = FewBlocks(build)
-            return all_blocks, self._layer_costs(all_blocks, full)
+            return all_blocks, *self._costs_alone(all_blocks, full)
 
     def _folding(self, build: Build, full: Rehearsal) -> Folding:
         """Finds the blocks that are alike.
@@ -208,18 +215,31 @@ class Rehearsals:
         foldings = [folding_of(rehearsal.planned.model, rehearsal.recipe, FEW_BLOCKS) for rehearsal in rehearsals]
         return min(foldings, key=lambda folding: len(folding.base.blocks))
 
-    def _layer_costs(self, few: FewBlocks, most: Rehearsal) -> LayerCosts:
+    def _costs_alone(self, few: FewBlocks, most: Rehearsal) -> tuple[LayerCosts, UpdateCosts]:
+        """(the costs of the layers, those of the update) without tp. Arguments: as those of ``_layer_costs``."""
+        base, with_wide, more = self._traces(few, most, TWO_STEPS)
+        update = UpdateCosts.of_traces(base.recipe, before_last_step(with_wide), more)
+        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more, update), update
+
+    def _layer_costs(self, few: FewBlocks, most: Rehearsal, update: UpdateCosts) -> LayerCosts:
         """The costs of the layers.
 
         Args:
             few: the model with few blocks.
             most: the rehearsal of the model that ``few.most`` makes.
+            update: the costs of the model's update.
         """
+        base, with_wide, more = self._traces(few, most, WITHOUT_UPDATES)
+        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more, update)
+
+    def _traces(
+        self, few: FewBlocks, most: Rehearsal, steps: Sequence[RehearsedStep]
+    ) -> tuple[Rehearsal, Trace, list[Trace]]:
+        """(the rehearsal of few blocks, its trace with a last step of many rows, traces with one more block of each kind)."""
         base = most.passing_through(few.base)
         wide = RehearsedStep(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
-        with_wide = rehearse(base, 0, (*TWO_STEPS, wide))
-        more = [rehearse(most.passing_through(model), 0) for model in few.more]
-        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more)
+        more = [rehearse(most.passing_through(model), 0, steps) for model in few.more]
+        return base, rehearse(base, 0, (*steps, wide)), more
 
     def _rehearsal(self, build: Build, sharding: Sharding, **settings: Any) -> Rehearsal:
         """A model with the plan of a rehearsal: its sharding, ``DP_SHARD`` ranks of dp_shard, ``FEW_ROWS`` rows a data rank."""
