@@ -18,8 +18,9 @@ from torch import nn
 from meshwright.hardware.correction import Correction, Part, corrected, learnt
 from meshwright.hardware.profile import Estimate
 from meshwright.search.estimate import CandidateEstimate, Estimator
-from meshwright.search.layer_costs import DP_SHARD, FEW_BLOCKS, MANY_ROWS, LayerCosts
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.rehearsals import Rehearsals
+from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, MANY_ROWS
 from meshwright.search.space import Candidate, Sharding
 from published_cases.case import Case, Layout, Machine, ModelShape, Precision, Predicted
 from published_cases.models import build_model

@@ -22,10 +22,10 @@ from meshwright.search import find as search
 from meshwright.search import reasons
 from meshwright.search.estimate import CandidateEstimate, Estimator
 from meshwright.search.find import repeat_rows
-from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.measured import _correction as measured_correction
 from meshwright.search.pipeline import pipelined
 from meshwright.search.rehearsals import Rehearsals
+from meshwright.search.sizes import DP_SHARD, MANY_ROWS
 from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
 
 WIDTH, WORDS = 256, 1024

@@ -10,8 +10,8 @@ from meshwright.plan import Plan
 from meshwright.prediction.predict import adamw_on
 from meshwright.search.estimate import Estimator
 from meshwright.search.find import repeat_rows
-from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS
 from meshwright.search.rehearsals import Rehearsals
+from meshwright.search.sizes import DP_SHARD, MANY_ROWS
 from meshwright.search.space import Candidate, Sharding
 
 GPU = read_profile("a100-80")

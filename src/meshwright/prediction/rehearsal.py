@@ -126,11 +126,13 @@ class RehearsedStep:
 
     Attributes:
         most: it runs at most this number of microbatches; None: all.
+        backward: whether it runs backwards.
         updated: whether gradients are clipped, and parameters updated.
         batch: another batch than that of the rehearsal.
     """
 
     most: int | None = None
+    backward: bool = True
     updated: bool = True
     batch: Any = None
 
@@ -204,7 +206,7 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
                 rows = RankRows(replace(rehearsal, batch=step.batch), job.rank)
                 rows.without_values(fake)
                 tracker.mark_persistent({"batch": rows.between_steps})
-            run_microbatches(rehearsal, job, rows.microbatches(step.most))
+            run_microbatches(rehearsal, job, rows.microbatches(step.most), backward=step.backward)
             _update(rehearsal, job, optimizer if step.updated else None, tracker)
         with tracker.paused():
             edges = job.runner.executor.edges(rows.microbatches().batches)
@@ -251,11 +253,11 @@ class RankRows:
         return Microbatches(batches, [rows_of(piece) / rows for piece in batches], [None] * len(batches))
 
 
-def run_microbatches(rehearsal: Rehearsal, job: Job, microbatches: Microbatches) -> None:
+def run_microbatches(rehearsal: Rehearsal, job: Job, microbatches: Microbatches, *, backward: bool = True) -> None:
     """Runs forwards and backwards as ``Job.step`` does after its trial of rows. Frees the microbatches at its end."""
     with one_process():
         job.runner.sharded_model.reshard()
-        job.runner.losses(microbatches, no_context, once=rehearsal.recipe.rows != SPLIT, backward=True)
+        job.runner.losses(microbatches, no_context, once=rehearsal.recipe.rows != SPLIT, backward=backward)
 
 
 def _update(rehearsal: Rehearsal, job: Job, optimizer: torch.optim.Optimizer | None, tracker: Tracker) -> None:

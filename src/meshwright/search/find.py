@@ -32,10 +32,11 @@ from meshwright.runtime.rows.microbatches import rows_of, take_rows
 from meshwright.search import reasons
 from meshwright.search.branch_costs import BranchCosts
 from meshwright.search.estimate import CandidateEstimate, Estimator
-from meshwright.search.layer_costs import DP_SHARD, MANY_ROWS, LayerCosts
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.result import Proposal, SearchResult
 from meshwright.search.shardings import Shardings
+from meshwright.search.sizes import DP_SHARD, MANY_ROWS
 from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}

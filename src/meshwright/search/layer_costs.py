@@ -14,47 +14,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import cast
 
 from meshwright.hardware.collectives import CollectiveKind
 from meshwright.prediction.clock import SPAN, last_step
-from meshwright.prediction.memory import (
-    ACTIVATIONS,
-    BATCH,
-    COMMUNICATION,
-    OPTIMIZER,
-    UNREDUCED,
-    UNSHARDED,
-    Levels,
-    PhaseMoments,
-    kinds_of,
-    levels_of,
-)
-from meshwright.prediction.trace import Allocated, Collective, Event, Op, Trace
+from meshwright.prediction.memory import OPTIMIZER, levels_of
+from meshwright.prediction.trace import Collective, Event, Op, Trace
 from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
 from meshwright.search.chains import Chain, chains_of
+from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, FEW_ROWS, line_through
+from meshwright.search.step_memory import StepMemory, Temporaries, at_end, last_step_phases, temporaries
 
-DP_SHARD = 2  # ranks of dp_shard in a rehearsal: the least with which FSDP gathers parameters
-FEW_ROWS, MANY_ROWS = 2, 4  # rows of a data rank in a rehearsal
-# blocks of a kind in a rehearsal: FSDP prefetches parameters of the next block during the first, and none during the last
-FEW_BLOCKS = 2
 OF_UNITS = frozenset([
     "_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat",
     SPAN, "_record_function_exit",
 ])  # fmt: skip
 """FSDP2's copies around its collectives, and the spans of its hooks. Their number depends on the gathers and reductions of a
 candidate's units, so ``Units`` counts them."""
-_NEARLY_ALL = 0.9  # of the most bytes of activations: then all blocks keep theirs
-_ALL, _LAST = 0.9, 1.5
-"""Numbers of blocks whose activations are freed. Below ``_ALL``, all blocks count as keeping theirs; from there to ``_LAST``,
-the last block's are freed, and the block before it uses its own."""
-_COUNTED = ("parameters", "buffers", BATCH, OPTIMIZER, "gradients", UNREDUCED)
-"""Kinds of memory that ``Estimator`` computes from the number of elements of a rank."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +51,6 @@ class PassCalls:
     block: Calls
     first: Calls
     last: Calls
-
-
-@dataclass(frozen=True)
-class Temporaries:
-    """Bytes at a peak, without gradients.
-
-    Attributes:
-        computed: as a line in the rows, without the others.
-        unsharded: of the parameters that FSDP2 has gathered.
-        communication: of the buffers of collectives, as a line in the rows.
-    """
-
-    computed: Line
-    unsharded: float
-    communication: Line
 
 
 @dataclass(frozen=True)
@@ -158,10 +124,10 @@ class UpdateCosts:
     def of_traces(cls, recipe: Recipe, base: Trace, more: Sequence[Trace]) -> UpdateCosts:
         """Reads them from rehearsals whose steps update parameters. Arguments: as those of ``layer_costs_of``."""
         levels, elements = levels_of(base), _local_elements(recipe)
-        phases = _last_step_phases(levels)
+        phases = last_step_phases(levels)
         nbytes = [m.nbytes for phase in phases if phase.label in ("clip", "optimizer") for m in phase.moments]
         temporary = max(0, max(nbytes, default=0) - levels.persistent)
-        optimizer = _at_end(levels).get(OPTIMIZER, 0)
+        optimizer = at_end(levels).get(OPTIMIZER, 0)
         shard = elements / DP_SHARD
         return cls(optimizer / shard, temporary / shard, _update(base).times(1 / elements), _updates(base, more))
 
@@ -190,7 +156,7 @@ def layer_costs_of(
     differences = [max(0, memory.compute - low.compute) for memory in longer]
     of_all_blocks = sum(number * nbytes for number, nbytes in zip(numbers, differences, strict=True))
     activations = of_all_blocks / max(sum(numbers), 1) / FEW_ROWS
-    full, within, drained = _temporaries(low, high, FEW_BLOCKS * len(kinds), activations)
+    full, within, drained = temporaries(low, high, FEW_BLOCKS * len(kinds), activations)
     elements, tied = _elements(recipe, kinds)
     tp = recipe.mesh.axis_size("tp")
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
@@ -202,136 +168,9 @@ def layer_costs_of(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MomentMemory:
-    """Bytes at a moment of a forward or backward, without those that live between steps, and without gradients.
-
-    Attributes:
-        activations: stored for a backward.
-        freed: number of blocks that have freed their activations; a block that has freed half of them counts as half.
-        unsharded: of the parameters that FSDP2 has gathered.
-        communication: of the buffers of collectives.
-        computed: all others, and ``activations``.
-    """
-
-    activations: int
-    freed: float
-    unsharded: int
-    communication: int
-    computed: int
-
-    @property
-    def nbytes(self) -> int:
-        """All bytes."""
-        return self.computed + self.unsharded + self.communication
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes in the last step of a rehearsal.
-
-    Attributes:
-        parameters: of parameters and buffers.
-        batch: those of the batch.
-        moments: of the forward and the backward, in order.
-    """
-
-    parameters: int
-    batch: int
-    moments: tuple[MomentMemory, ...]
-
-    @classmethod
-    def of_trace(cls, trace: Trace, blocks: Collection[str]) -> StepMemory:
-        """Reads them from the trace of a rehearsal. ``blocks``: names of blocks."""
-        levels = levels_of(trace)
-        actions = [phase for phase in _last_step_phases(levels) if isinstance(phase.label, Action)]
-        moments = [moment for phase in actions for moment in phase.moments]
-        kinds = levels.kinds(moment.at for moment in moments)
-        freed = _freed(levels, blocks, [moment.at for moment in moments])
-        batch = max(kinds[moment.at].get(BATCH, 0) for moment in moments)
-        memories = tuple(
-            _moment_memory(m.nbytes, kinds[m.at], number) for m, number in zip(moments, freed, strict=True)
-        )
-        at_end = _at_end(levels)
-        parameters = levels.persistent - at_end.get(BATCH, 0) - at_end.get(OPTIMIZER, 0)
-        return cls(parameters, batch, memories)
-
-    @property
-    def compute(self) -> int:
-        """Bytes at the peak while all blocks keep their activations, without gathered parameters."""
-        activations = max(moment.activations for moment in self.moments)
-        kept = [m for m in self.moments if m.activations >= _NEARLY_ALL * activations]
-        return max(m.computed + m.communication for m in kept)
-
-    def while_freed(self, least: float, most: float) -> list[MomentMemory]:
-        """The moments at which ``least`` to ``most`` blocks have freed their activations; if none, one with 0 bytes."""
-        return [m for m in self.moments if least <= m.freed < most] or [NO_MEMORY]
-
-
-def _last_step_phases(levels: Levels) -> Sequence[PhaseMoments]:
-    start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
-    return levels.phases[start:]
-
-
-def _at_end(levels: Levels) -> Mapping[str, int]:
-    """Kind → bytes that live when a trace ends."""
-    end = len(levels.events) - 1
-    return levels.kinds([end])[end]
-
-
 def _local_elements(recipe: Recipe) -> int:
     """The number of parameter elements on one rank of tp."""
     return sum(math.prod(line.local_shape(0)) for line in recipe.parameters)
-
-
-NO_MEMORY = MomentMemory(0, 0.0, 0, 0, 0)
-
-
-def _nbytes(memory: MomentMemory) -> int:
-    return memory.nbytes
-
-
-def _moment_memory(nbytes: int, kinds: Mapping[str, int], freed: float) -> MomentMemory:
-    """The memory of a moment at which ``nbytes`` live. ``kinds``: kind → bytes. ``freed``: see ``MomentMemory``."""
-    unsharded, communication = kinds.get(UNSHARDED, 0), kinds.get(COMMUNICATION, 0)
-    counted = sum(kinds.get(kind, 0) for kind in _COUNTED) + unsharded + communication
-    return MomentMemory(kinds.get(ACTIVATIONS, 0), freed, unsharded, communication, nbytes - counted)
-
-
-def _freed(levels: Levels, blocks: Collection[str], after: Sequence[int]) -> list[float]:
-    """After each of these events, the number of blocks without activations: 1 - activations / most activations, summed."""
-    kinds = kinds_of(levels.trace)
-    storages = defaultdict[str, set[int]](set)
-    block_of = cache(lambda module: next((b for b in blocks if module == b or module.startswith(b + ".")), None))
-    for event in levels.trace.events:
-        if isinstance(event, Allocated) and kinds[event.storage] == ACTIVATIONS and (block := block_of(event.module)):
-            storages[block].add(event.storage)
-    freed = [0.0] * len(after)
-    for of_block in storages.values():
-        nbytes = levels.nbytes(of_block, after)
-        most = max(nbytes[at] for at in after)
-        freed = [number + (1 - nbytes[at] / most if most else 0.0) for number, at in zip(freed, after, strict=True)]
-    return freed
-
-
-def _temporaries(low: StepMemory, high: StepMemory, blocks: int, activations: float) -> tuple[Temporaries, ...]:
-    """What ``LayerCosts`` calls (full, within, drained).
-
-    Args:
-        low, high: of rehearsals with few rows and with many rows.
-        blocks: number of blocks in these rehearsals.
-        activations: bytes per row that a block stores for its backward.
-    """
-    parts = []
-    for (least, most), keeping in (((0, _ALL), blocks), ((_ALL, _LAST), blocks - 1), ((_LAST, math.inf), 0)):
-        few_moments, many_moments = (memory.while_freed(least, most) for memory in (low, high))
-        few, many = max(few_moments, key=_nbytes), max(many_moments, key=_nbytes)
-        kept = max(0, keeping) * activations
-        computed = _line(max(0.0, few.computed - kept * FEW_ROWS), max(0.0, many.computed - kept * MANY_ROWS))
-        # In a model with more blocks, FSDP2 has gathered the next one at the peak of this one.
-        unsharded = max(m.unsharded for m in few_moments) if least == _ALL else few.unsharded
-        parts.append(Temporaries(computed, unsharded, _line(few.communication, many.communication)))
-    return tuple(parts)
 
 
 def _elements(recipe: Recipe, kinds: Sequence[Sequence[str]]) -> tuple[tuple[float, float, float], float]:
@@ -447,9 +286,9 @@ def _calls(pairs: Sequence[tuple[Event, Event]], tp: int) -> Calls:
     exchanges: dict[ExchangeKey, float] = defaultdict(float)
     for few, many in pairs:
         if isinstance(few, Op) and isinstance(many, Op):
-            ops[few.kind, few.dtype, _line(few.flops, many.flops), _line(few.moved, many.moved)] += 1
+            ops[few.kind, few.dtype, line_through(few.flops, many.flops), line_through(few.moved, many.moved)] += 1
         elif isinstance(few, Collective) and isinstance(many, Collective) and _of_tp(few.ranks, tp):
-            exchanges[_kind(few), len(few.ranks), _line(few.nbytes, many.nbytes)] += 1
+            exchanges[_kind(few), len(few.ranks), line_through(few.nbytes, many.nbytes)] += 1
     return Calls(ops, exchanges)
 
 
@@ -477,9 +316,3 @@ def _updates(base: Trace, more: Sequence[Trace]) -> Line:
     few = _update(base).count
     slope = sum(_update(trace).count - few for trace in more) / max(1, len(more))
     return few - FEW_BLOCKS * len(more) * slope, slope
-
-
-def _line(few: float, many: float) -> Line:
-    """The line through the values at ``FEW_ROWS`` and at ``MANY_ROWS`` rows."""
-    slope = (many - few) / (MANY_ROWS - FEW_ROWS)
-    return few - FEW_ROWS * slope, slope

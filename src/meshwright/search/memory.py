@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from meshwright.search.calls import line_value
-from meshwright.search.layer_costs import DP_SHARD, LayerCosts, Temporaries
+from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.pipeline import in_flight
 from meshwright.search.ranks import PipelineRanks, Rank
+from meshwright.search.sizes import DP_SHARD
 from meshwright.search.space import Candidate, Sharding
+from meshwright.search.step_memory import Temporaries
 
 REDUCED = 4  # bytes per element of a gradient in a reduction: float32
 

@@ -28,20 +28,14 @@ from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.microbatches import call_model, take_rows
 from meshwright.search.branch_costs import BranchCosts
-from meshwright.search.layer_costs import (
-    DP_SHARD,
-    FEW_BLOCKS,
-    FEW_ROWS,
-    MANY_ROWS,
-    LayerCosts,
-    StepMemory,
-    UpdateCosts,
-    layer_costs_of,
-)
+from meshwright.search.layer_costs import LayerCosts, UpdateCosts, layer_costs_of
+from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS
 from meshwright.search.space import Sharding
+from meshwright.search.step_memory import StepMemory
 
 ALONE = Sharding(1)
-WITHOUT_UPDATES = tuple(replace(step, updated=False) for step in TWO_STEPS)
+# The first forward allocates what FSDP2 gathers into. So the second is one of many.
+WITHOUT_UPDATES = (RehearsedStep(most=1, backward=False, updated=False), RehearsedStep(updated=False))
 
 
 @dataclass(frozen=True)
