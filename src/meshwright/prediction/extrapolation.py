@@ -27,6 +27,8 @@ from meshwright.schedule import Action
 Part = tuple[int, int, Moment]
 """(number of a rehearsal, its weight, a moment of it)"""
 K = TypeVar("K", bound=Hashable)
+_SAME = 0.02
+"""Differences between the bytes of two rehearsals that differ by less are one difference: small tensors may live longer."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,27 @@ def _highest(base: PhaseMoments, others: Sequence[PhaseMoments], weights: Sequen
     """The moment of an action in the full model at which most bytes live."""
     matches = [_alike(base.moments, other.moments) for other in others]
     candidates = [
-        _level(moment, [max(moments_alike[i], key=_nbytes) for moments_alike in matches], weights)
+        _level(
+            moment,
+            [
+                max((other.moments[j] for j in match[i]), key=_nbytes)
+                for other, match in zip(others, matches, strict=True)
+            ],
+            weights,
+        )
         for i, moment in enumerate(base.moments)
-        if all(moments_alike[i] for moments_alike in matches)
+        if all(match[i] for match in matches)
     ]
-    # The peak is a maximum of linear functions of the number of blocks, so it is convex: beyond the two numbers of blocks that
-    # were rehearsed, it is never below the line through their peaks.
-    highest = _level(max(base.moments, key=_nbytes), [max(other.moments, key=_nbytes) for other in others], weights)
-    return max([highest, *candidates], key=lambda level: level.nbytes)
+    peak, *peaks = (max(range(len(phase.moments)), key=lambda i: phase.moments[i].nbytes) for phase in (base, *others))
+    if candidates and all(
+        match[peak] and any(other_peak in numbers for numbers in match)
+        for match, other_peak in zip(matches, peaks, strict=True)
+    ):
+        return max(candidates, key=lambda level: level.nbytes)
+    # The peak of a rehearsal has no counterpart in another one. It is a maximum of linear functions of the number of blocks, so
+    # it is convex: beyond the two numbers of blocks that were rehearsed, it is never below the line through their peaks.
+    line = _level(base.moments[peak], [other.moments[i] for other, i in zip(others, peaks, strict=True)], weights)
+    return max([line, *candidates], key=lambda level: level.nbytes)
 
 
 def _level(base: Moment, others: Sequence[Moment], weights: Sequence[int]) -> Level:
@@ -154,28 +169,27 @@ def _level(base: Moment, others: Sequence[Moment], weights: Sequence[int]) -> Le
     return Level(nbytes, ((0, 1 - sum(weight for _, weight, _ in more), base), *more))
 
 
-def _alike(base: Sequence[Moment], other: Sequence[Moment]) -> list[list[Moment]]:
-    """For each moment of the base, the moments of another rehearsal that correspond to it: from the start, and from the end.
-
-    From the end, the moments of one block are left out: in the other rehearsal a block ran before it, whose gradients may
-    still be in a reduction. From the start, those of the base's last block are: in a backward it is the model's first block,
-    whose inputs may need no gradients.
-    """
-    block = max(0, len(other) - len(base))  # the number of its moments
-    start = min(_common(base, other), len(base) - block)
-    end = _common(base[::-1], other[::-1]) - block
-    matches: list[list[Moment]] = [[] for _ in base]
+def _alike(base: Sequence[Moment], other: Sequence[Moment]) -> list[set[int]]:
+    """For each moment of the base, the moments of another rehearsal that correspond to it: from the start, and from the end."""
+    start, end = _common(base, other), _common(base[::-1], other[::-1])
+    matches: list[set[int]] = [set() for _ in base]
     for i in range(start):
-        matches[i].append(other[i])
+        matches[i].add(i)
     for i in range(1, end + 1):
-        matches[-i].append(other[-i])
+        matches[-i].add(len(other) - i)
     return matches
 
 
 def _common(one: Sequence[Moment], other: Sequence[Moment]) -> int:
-    """Number of moments from the start at which both rehearsals run the same functions, in the same modules."""
+    """Number of moments from the start at which both rehearsals do the same.
+
+    They run the same functions, in the same modules, and one has always so many bytes more than the other. The bytes tell
+    blocks apart that call the same functions in a backward, which has no modules.
+    """
+    difference: int | None = None
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if (a.name, a.module) != (b.name, b.module):
+        difference = b.nbytes - a.nbytes if difference is None else difference
+        if (a.name, a.module) != (b.name, b.module) or abs(b.nbytes - a.nbytes - difference) > _SAME * abs(difference):
             return i
     return min(len(one), len(other))
 
