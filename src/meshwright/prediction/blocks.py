@@ -120,9 +120,8 @@ class _Kind:
         for stage, spare in self.spare.items():
             rank = self.stage_rank[stage]
             counts[rank] = min(counts.get(rank, len(spare)), len(spare))
-        return {
-            rank: count for rank, count in counts.items() if count > 1
-        }  # "one more" rehearses a single block anyway
+        # "One more" rehearses a single block anyway.
+        return {rank: count for rank, count in counts.items() if count > 1}
 
     def passed(self, counts: Mapping[int, int], but: int = 0) -> dict[str, str]:
         """Block that is passed through → its pattern, if ``counts[rank]`` blocks are removed from each stage of a rank.
@@ -131,8 +130,8 @@ class _Kind:
         """
         passed: dict[str, str] = {}
         for stage, spare in self.spare.items():
-            removed = spare[but : counts.get(self.stage_rank[stage], 0)]
-            passed |= {block: self._pattern(stage) for block in removed}
+            if removed := spare[but : counts.get(self.stage_rank[stage], 0)]:
+                passed |= dict.fromkeys(removed, self._pattern(stage))
         return passed
 
     def _pattern(self, stage: int) -> str:

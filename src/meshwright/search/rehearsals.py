@@ -24,6 +24,7 @@ from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
 from meshwright.prediction.shapes import Shapes
 from meshwright.prediction.trace import Trace
+from meshwright.recipe import Recipe
 from meshwright.runtime.rows.batch import copied
 from meshwright.runtime.rows.loss import Loss, output_loss
 from meshwright.runtime.rows.microbatches import call_model, take_rows
@@ -211,9 +212,9 @@ class Rehearsals:
 
     def _costs_alone(self, few: FewBlocks, most: Rehearsal) -> tuple[LayerCosts, UpdateCosts]:
         """(the costs of the layers, those of the update) without tp. Arguments: as those of ``_layer_costs``."""
-        base, with_wide, more = self._traces(few, most, TWO_STEPS)
-        update = UpdateCosts.of_traces(base.recipe, before_last_step(with_wide), more)
-        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more, update), update
+        recipe, base, wide, more = self._traces(few, most, TWO_STEPS)
+        update = UpdateCosts.of_traces(recipe, base, more)
+        return layer_costs_of(recipe, few.kinds, base, wide, more, update), update
 
     def _layer_costs(self, few: FewBlocks, most: Rehearsal, update: UpdateCosts) -> LayerCosts:
         """The costs of the layers.
@@ -223,17 +224,18 @@ class Rehearsals:
             most: the rehearsal of the model that ``few.most`` makes.
             update: the costs of the model's update.
         """
-        base, with_wide, more = self._traces(few, most, WITHOUT_UPDATES)
-        return layer_costs_of(base.recipe, few.kinds, before_last_step(with_wide), with_wide, more, update)
+        recipe, base, wide, more = self._traces(few, most, WITHOUT_UPDATES)
+        return layer_costs_of(recipe, few.kinds, base, wide, more, update)
 
     def _traces(
         self, few: FewBlocks, most: Rehearsal, steps: Sequence[RehearsedStep]
-    ) -> tuple[Rehearsal, Trace, list[Trace]]:
-        """(the rehearsal of few blocks, its trace with a last step of many rows, traces with one more block of each kind)."""
+    ) -> tuple[Recipe, Trace, Trace, list[Trace]]:
+        """The arguments ``recipe``, ``base``, ``wide`` and ``more`` of ``layer_costs_of``. ``steps``: those of few rows."""
         base = most.passing_through(few.base)
         wide = RehearsedStep(updated=False, batch=take_rows(self.batch, 0, DP_SHARD * MANY_ROWS))
         more = [rehearse(most.passing_through(model), 0, steps) for model in few.more]
-        return base, rehearse(base, 0, (*steps, wide)), more
+        with_wide = rehearse(base, 0, (*steps, wide))
+        return base.recipe, before_last_step(with_wide), with_wide, more
 
     def _rehearsal(self, build: Build, sharding: Sharding, **settings: Any) -> Rehearsal:
         """A model with the plan of a rehearsal: its sharding, ``DP_SHARD`` ranks of dp_shard, ``FEW_ROWS`` rows a data rank."""

@@ -115,6 +115,7 @@ class StepMemory:
 
 
 def last_step_phases(levels: Levels) -> Sequence[PhaseMoments]:
+    """The actions and phases of the last step of a trace."""
     start = max((i for i, p in enumerate(levels.phases) if str(p.label).startswith("step")), default=0)
     return levels.phases[start:]
 
