@@ -31,7 +31,7 @@ from meshwright.planning.constructed import refuse_overlaps, refusing, refusing_
 from meshwright.planning.meta_functions import MetaFunctions
 from meshwright.planning.module_state import undisturbed
 from meshwright.planning.passes.checks import refuse_hidden, refuse_lazy
-from meshwright.planning.pipeline import cut_as_before
+from meshwright.planning.pipeline import StageMemory, cut_as_before, recomputed_spans
 from meshwright.planning.resolve import resolve
 from meshwright.planning.rows import events_by_rows, rows_apart, rows_of_batch
 from meshwright.planning.shadow import Shadow
@@ -230,9 +230,13 @@ class Planned:
         for slot, position in graph.changes.items():
             if slot in self._homes:
                 pinned[position] = pinned.get(position, every) & {self._homes[slot]}
-        sizes = {name: p.numel() * p.element_size() for name, p in self._model.named_parameters()}
+        nbytes = {name: p.numel() * p.element_size() for name, p in self._model.named_parameters()}
         uncut_modules = {*(unit.name for unit in recipe.units), *recipe.recompute} - {""}
-        cuts = cut_as_before(graph, recipe.stages, uncut_modules, sizes, pinned)
+        recomputed = recomputed_spans(graph, recipe.recompute)
+        memory = StageMemory.of(
+            recipe.mesh, recipe.schedule, len(recipe.stages), recipe.microbatches, nbytes, recomputed
+        )
+        cuts = cut_as_before(graph, recipe.stages, uncut_modules, memory, pinned)
         if cuts is not None:
             # The first forward that changes an attribute decides its stage.
             for slot, position in graph.changes.items():

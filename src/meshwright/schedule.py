@@ -282,6 +282,29 @@ def idle(spans: Sequence[Span]) -> float:
     return 1 - sum(s.stop - s.start for s in spans) / (ranks * length)
 
 
+def microbatches_held(name: str, ranks: int, stages: int, microbatches: int, stage: int) -> float:
+    """The most microbatches whose activations a stage holds at once, until their backward.
+
+        gpipe: M · 1F1B: min(M, p - s) · zero bubble (ZB-H1): min(M, p)
+        interleaved: min(M, max(1, (2 (p v - s) - 1) / v)): over the stages of rank r these are (v - 1) p + 2 (p - r - 1) + 1,
+        the forwards before its first backward
+
+    The sources are those of the schedules.
+
+    Args:
+        name: one of ``NAMES``.
+        ranks: the size of the pipeline axis, p.
+        stages: of the pipeline, p v.
+        microbatches: of a step, M.
+        stage: s, from 0.
+    """
+    if name == "gpipe":
+        return microbatches
+    if stages > ranks:
+        return min(microbatches, max(1.0, (2 * (stages - stage) - 1) * ranks / stages))
+    return min(microbatches, ranks if name == "zero_bubble" else ranks - stage)
+
+
 def most_in_flight(schedule: Schedule, rank: int) -> int:
     """The largest number of forwards of a rank whose activations it holds at once, until their backward."""
     most = now = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.graph import Event, ModelGraph, Value
-from meshwright.planning.pipeline import SLACK, Costs, choose_cuts
+from meshwright.planning.pipeline import RECEIVED, SLACK, Costs, StageMemory, choose_cuts, usual_crossing
+from meshwright.schedule import make_schedule, microbatches_held, most_in_flight
 
 SIZES = {"p0": 1, "p1": 2, "p2": 5, "p3": 20}  # bytes of parameters
 Pinned = dict[int, frozenset[int]]
@@ -33,19 +35,23 @@ def program(*events: tuple[int, str, int, int]) -> ModelGraph:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[ModelGraph, int, Pinned, bool]:
-    """A short program, a number of stages, on which of them some events may be, and whether a stage may be empty."""
+def programs(draw: st.DrawFn) -> tuple[ModelGraph, list[float], Pinned, bool]:
+    """A short program; for each stage how many times it holds its activations; on which stages some events may be; and whether
+    a stage may be empty."""
     n, stages = draw(st.integers(1, 7)), draw(st.integers(1, 4))
     names, number = st.sampled_from(sorted(SIZES)), st.integers(0, 9)
     graph = program(*((draw(number), draw(names), draw(number), draw(st.integers(-1, i - 1))) for i in range(n)))
     some = st.sets(st.integers(0, stages - 1), min_size=1).map(frozenset)
-    return graph, stages, draw(st.dictionaries(st.integers(0, n - 1), some, max_size=2)), draw(st.booleans())
+    held = draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=stages, max_size=stages))
+    return graph, held, draw(st.dictionaries(st.integers(0, n - 1), some, max_size=2)), draw(st.booleans())
 
 
 @given(programs())
-def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, int, Pinned, bool]) -> None:
-    graph, stages, pinned, empty = given_
-    n, costs = len(graph.events), Costs(graph, SIZES)
+def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, list[float], Pinned, bool]) -> None:
+    graph, held, pinned, empty = given_
+    n, stages, memory_of_stages = len(graph.events), len(held), StageMemory(SIZES, held)
+    usual = usual_crossing(graph, range(1, n))
+    crossing_at = Costs(graph, memory_of_stages, range(n + 1), usual).crossing
 
     def runs(cuts: Sequence[int]) -> list[tuple[int, int]]:
         return list(pairwise((0, *cuts, n)))
@@ -54,21 +60,30 @@ def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, int, Pinned, boo
         said = all(k in pinned.get(i, [k]) for k, (start, stop) in enumerate(runs(cuts)) for i in range(start, stop))
         return said and all(start < stop for start, stop in runs(cuts) if not empty or stop == n)
 
-    def work(cuts: Sequence[int]) -> int:
-        return max(sum(e.work for e in graph.events[i:j]) for i, j in runs(cuts))
+    def work_of(start: int, stop: int) -> float:
+        return sum(e.work for e in graph.events[start:stop]) + RECEIVED * max(0, crossing_at[start] - usual)
 
-    def memory(cuts: Sequence[int]) -> int:
+    def work(cuts: Sequence[int]) -> float:
+        """Starting later never counts as more."""
+        return max(min(work_of(k, j) for k in marks if k <= i) for i, j in runs(cuts) if i < j)
+
+    def memory(cuts: Sequence[int]) -> float:
         return max(
-            4 * sum(SIZES[name] for name in {e.parameters[0] for e in graph.events[i:j]})
-            + sum(v.bytes for v in graph.values[i:j])
-            for i, j in runs(cuts)
+            sum(SIZES[name] for name in {e.parameters[0] for e in graph.events[i:j]})
+            + times * (sum(v.bytes for v in graph.values[i:j]) + crossing_at[i])
+            for times, (i, j) in zip(held, runs(cuts), strict=True)
+            if i < j
         )
 
     def crossing(cuts: Sequence[int]) -> int:
-        return sum(costs.crossing[cut] for cut in cuts)
+        return sum(crossing_at[cut] for cut in cuts)
 
-    ways = [cuts for cuts in combinations_with_replacement(range(n + 1), stages - 1) if allowed(cuts)]
-    found = choose_cuts(graph, range(1, n), stages, SIZES, pinned, empty=empty)
+    found = choose_cuts(graph, range(1, n), memory_of_stages, pinned, empty=empty)
+    worthwhile = [i for i in range(1, n) if all(work_of(i, n) <= work_of(k, n) for k in range(i))]
+    for marks in ([0, *worthwhile, n], range(n + 1)):
+        ways = [cuts for cuts in combinations_with_replacement(marks, stages - 1) if allowed(cuts)]
+        if ways:
+            break
     if found is None:
         assert not ways
         return
@@ -81,7 +96,7 @@ def test_what_choosing_cuts_takes_grows_with_the_places_and_not_with_their_squar
     names = sorted(SIZES)
     graph = program(*((1 + i % 7, names[i % 4], 1 + i % 5, i - 1) for i in range(2000)))
     tracemalloc.start()
-    cuts = choose_cuts(graph, range(1, 2000), 4, SIZES, {})
+    cuts = choose_cuts(graph, range(1, 2000), StageMemory(SIZES, [4.0, 3.0, 2.0, 1.0]), {})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert cuts is not None and len(cuts) == 3
@@ -118,6 +133,47 @@ def test_stages_are_balanced_by_work_with_the_head_counted() -> None:
     assert len(heavy[0]) > len(heavy[1]) + 1
     shares = [s.work for s in mw.make_recipe(HeavyHead, "pp=2", BATCH).stages]
     assert max(shares) / sum(shares) < 0.56
+
+
+class Words(nn.Module):
+    """A small decoder with a large vocabulary: its head and its loss each have more work than a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4000, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(12))
+        self.head = nn.Linear(32, 4000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.words(x)
+        for layer in self.layers:
+            h = layer(h)
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "blocks"}, {"schedule": "interleaved", "stages_per_rank": 2}])
+def test_a_loss_is_not_cut_from_the_head_that_would_send_it_all_logits(more: dict[str, object]) -> None:
+    plan = mw.Plan.parse({"mesh": {"pp": 4}, "microbatches": 8, **more})
+    stages = mw.make_recipe(Words, plan, (torch.zeros(64, 32, dtype=torch.long),)).stages
+    assert "head" in stages[-1].modules
+    assert stages[-1].work > 2 * max(s.work for s in stages[:-1]), "all blocks together are not so much"
+
+
+def test_early_stages_have_fewer_blocks_as_they_hold_more_microbatches() -> None:
+    """The head has as much work as seven blocks, so the other stages may have up to seven."""
+
+    plan = mw.Plan.parse({"mesh": {"pp": 4}, "microbatches": 8})
+    recipe = mw.make_recipe(partial(Stack, 12, 32 * 7), plan, (torch.ones(4096, 32),))
+    assert [len(blocks) for blocks in layers_of(recipe)] == [2, 4, 6, 0]  # of as many as 4, 3, 2 and 1 microbatches
+
+
+def test_a_stage_holds_as_many_microbatches_as_its_schedule_runs_before_its_backward() -> None:
+    for name, ranks, stages in (("1f1b", 4, 4), ("gpipe", 4, 4), ("interleaved", 4, 8), ("interleaved", 2, 8)):
+        schedule = make_schedule(name, ranks, stages, 16)
+        for rank in range(ranks):
+            of_rank = range(rank, stages, ranks)
+            held = sum(microbatches_held(name, ranks, stages, 16, stage) for stage in of_rank)
+            assert held == pytest.approx(most_in_flight(schedule, rank), abs=1), (name, rank)
 
 
 def test_the_plan_places_modules() -> None:

@@ -161,6 +161,7 @@ def test_what_a_trace_is_told_by_is_undone_whatever_ends_first() -> None:
     assert not differences(before, state_of_torch())
     assert [line.what for line in patches.TABLE if line.until == patches.FOLLOWED] == [
         "torch.storage.UntypedStorage.resize_",
+        "torch.nn.functional.scaled_dot_product_attention",
         "what knows how DTensor's functions shard: _propagate_tensor_meta_non_cached",
     ]
 

@@ -13,6 +13,7 @@ from meshwright.graph import ModelGraph
 from meshwright.plan import Entry, Plan
 from meshwright.planning.parameter_shards import ParameterShards
 from meshwright.planning.places import Branches
+from meshwright.planning.rows import rows_of
 from meshwright.planning.units import ParameterUses
 from meshwright.recipe import Stage, Unit
 
@@ -98,6 +99,20 @@ class Draft:
     def data(self) -> int:
         """The largest number of data ranks over which rows are divided: those of the mesh times those within a branch."""
         return self.plan.mesh.data_size * max((p.data for p in self.branches.places), default=1)
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches: ``plan.pieces``, but not more than the rows of one data rank."""
+        return max(1, min(self.plan.pieces, (rows_of(self.batch) or 1) // self._ranks))
+
+    @property
+    def pieces(self) -> int:
+        """The number of microbatches, of all data ranks, of which the sample batch has the rows."""
+        return self._ranks * self.microbatches
+
+    @property
+    def _ranks(self) -> int:
+        return self.plan.mesh.data_size if self.whole_batch else 1
 
     @property
     def routed(self) -> bool:

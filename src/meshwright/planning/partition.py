@@ -1,8 +1,8 @@
 """``CutPlans``: ways to cut 0..n into consecutive runs, one for each stage, of which each stays within a limit.
 
-A limit is passed as *earliest*: the end of a run → the earliest begin that the run may have. A run's cost grows with its
-length, so the earliest begin never decreases as the end grows, and one pass with two pointers finds it for all ends. Testing
-one limit takes stages × n steps; bisection finds the smallest limit.
+A limit is passed as *earliest*, one for each stage: the end of a run → the earliest begin that the run may have. A run's cost
+grows with its length, so the earliest begin never decreases as the end grows, and one pass with two pointers finds it for all
+ends. Testing one limit takes stages × n steps; bisection finds the smallest limit.
 
      0    1    2    3    4    5    6      ends
     [0,   0,   0,   1,   2,   2,   4]     earliest: a run that ends at 6 begins at 4 or 5
@@ -32,20 +32,20 @@ class CutPlans:
     pinned: Sequence[Earliest]
     empty: bool = False
 
-    def smallest(self, most: int, earliest: Callable[[int], Earliest]) -> int | None:
+    def smallest(self, most: int, earliest: Callable[[int], Sequence[Earliest]]) -> int | None:
         """The smallest limit up to ``most`` within which the cut is possible; None if there is none. ``earliest`` maps a limit
-        to its earliest begins."""
+        to its earliest begins, for each stage."""
         if not self._possible(earliest(most)):
             return None
         return bisect_left(range(most), True, key=lambda limit: self._possible(earliest(limit)))
 
-    def cheapest(self, earliest: Earliest, cost: Sequence[int]) -> list[int]:
+    def cheapest(self, earliest: Sequence[Earliest], cost: Sequence[int]) -> list[int]:
         """The begins of runs 1, 2, … with the smallest sum of ``cost[begin]``. Of equal sums, the last run is the longest, then
         the one before it. A cut within ``earliest`` must exist."""
         best: list[int | None] = [0, *[None] * self.n]
         begins: list[list[int]] = []
         for stage, pinned in enumerate(self.pinned):
-            best, chosen = self._next(best, stage, earliest, pinned, cost)
+            best, chosen = self._next(best, stage, earliest[stage], pinned, cost)
             begins.append(chosen)
         cuts, end = list[int](), self.n
         for chosen in reversed(begins[1:]):
@@ -56,14 +56,14 @@ class CutPlans:
     def _fewest(self, stage: int) -> int:
         return 0 if self.empty and stage < len(self.pinned) - 1 else 1
 
-    def _possible(self, earliest: Earliest) -> bool:
+    def _possible(self, earliest: Sequence[Earliest]) -> bool:
         ends = [True, *[False] * self.n]  # where the runs so far may end
         for stage, pinned in enumerate(self.pinned):
             count_below = [0, *accumulate(ends)]  # count_below[i]: how many ends lie below i
             fewest = self._fewest(stage)
             ends = [
                 count_below[max(end + 1 - fewest, 0)] > count_below[max(begins)]
-                for end, begins in enumerate(zip(earliest, pinned, strict=True))
+                for end, begins in enumerate(zip(earliest[stage], pinned, strict=True))
             ]
         return ends[self.n]
 

@@ -9,6 +9,12 @@ A cut is a position in the recorded program (graph.py). It may be anywhere excep
 
 Three steps choose among the positions (planning/partition.py): find the smallest possible maximum of a stage's work; within
 ``SLACK`` of it, the smallest possible maximum of a stage's memory; within ``SLACK`` of both, the fewest bytes that cross cuts.
+
+Work includes the receipt of more bytes than most cuts send. A position is left out, as long as others suffice, if a stage that
+begins there has as much work as one that begins earlier: that of a loss alone, for example, would receive all logits.
+
+An early stage holds the activations of more microbatches (``schedule.microbatches_held``), so it gets fewer blocks where their
+work allows it.
 """
 
 from __future__ import annotations
@@ -17,15 +23,22 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from itertools import accumulate, pairwise
+from math import ceil, prod
+from operator import sub
+from statistics import median
 
 from meshwright.errors import Findings
-from meshwright.graph import ROOT, ModelGraph, spelled
+from meshwright.graph import INTENSITY, ROOT, ModelGraph, spelled
+from meshwright.mesh import Mesh
 from meshwright.planning.partition import CutPlans, Earliest
 from meshwright.recipe import Stage
+from meshwright.schedule import microbatches_held
 
 SLACK = 1.03
+RECEIVED = 20 * INTENSITY
+"""Operations in the time in which a byte is received: 20 times the time in which one is moved. It is 7 times that time over
+NVLink, and 67 times over a network of 400 Gbit/s for each device (H100; see the profiles in hardware/)."""
 
 
 @dataclass(frozen=True)
@@ -86,65 +99,161 @@ def cut_positions(
     return CutPositions(anywhere, tuple(b for b in anywhere if not in_block[b]), tuple(dict.fromkeys(reasons)))
 
 
-class Costs:
-    """The cost of a stage from one position to another: work, memory, and the bytes that enter it.
+def recomputed_spans(graph: ModelGraph, recomputed: Iterable[str]) -> list[tuple[int, int]]:
+    """The spans of the calls of these modules, and of the model's own checkpoints, which store only what leaves them."""
+    modules = frozenset(recomputed)
+    return [*graph.segments.values(), *((c.start, c.stop) for c in graph.calls.values() if c.module in modules)]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a stage has in memory.
 
     Attributes:
-        work: position → work of all events before it; ``result_bytes``: position → bytes of all results before it.
-        crossing: position → bytes of the values that a cut there sends to the next stage.
+        sizes: parameter → bytes of its value, its gradient and the optimizer's states.
+        held: stage → the number of times that it holds the activations of this graph's rows.
+        recomputed: spans (start, stop) that store only the results that are used after them.
     """
 
-    def __init__(self, graph: ModelGraph, sizes: Mapping[str, int]) -> None:
-        self.graph, self.sizes = graph, sizes
-        self.work, self.result_bytes = [0], [0]
-        for event in graph.events:
-            self.work.append(self.work[-1] + event.work)
-            self.result_bytes.append(
-                self.result_bytes[-1] + sum(graph.values[n].bytes for n in event.outputs if n is not None)
-            )
-        self.crossing = [0] * (len(graph.events) + 1)
-        for number, takers in graph.takers.items():
-            value = graph.values[number]
-            for b in range(value.position + 1, max(takers) + 1):
-                self.crossing[b] += value.bytes
+    sizes: Mapping[str, int]
+    held: Sequence[float]
+    recomputed: Sequence[tuple[int, int]] = ()
 
-    def by_work(self, marks: Sequence[int], limit: float) -> Earliest:
-        """For each of ``marks`` as a stage's end: the index of the earliest mark from which its work is at most ``limit``."""
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh,
+        schedule: str,
+        stages: int,
+        microbatches: int,
+        nbytes: Mapping[str, int],
+        recomputed: Sequence[tuple[int, int]],
+        *,
+        pieces: int = 1,
+    ) -> StageMemory:
+        """What each of ``stages`` stages has, with an optimizer that has two states for each parameter, as Adam has.
+
+        Args:
+            schedule, microbatches: of the pipeline.
+            nbytes: parameter → its bytes.
+            recomputed: see ``StageMemory``.
+            pieces: the number of microbatches, of all data ranks, of which the graph has the rows.
+        """
+        ranks, shards = mesh.axis_size("pp"), mesh.axis_size("dp_shard")
+        held = [microbatches_held(schedule, ranks, stages, microbatches, stage) / pieces for stage in range(stages)]
+        # FSDP2 gathers a stage's parameters once a step, and shards their gradients at its end.
+        copies = 4 if shards == 1 else 2 + 3 / shards
+        sizes = {name: ceil(copies * number) for name, number in nbytes.items()}
+        return cls(sizes, held, recomputed)
+
+
+class Costs:
+    """The cost of a stage from one mark to another: work, and memory. A mark is a position at which a stage may begin or end.
+
+    What a stage receives is in both. So that a cost never rises as the stage begins later, it counts as at most that of
+    beginning at an earlier mark.
+
+    Args:
+        graph: the recorded program.
+        memory: of the stages.
+        marks: positions, from 0 to the program's end.
+        usual: bytes that a cut sends without a charge to the stage that receives them.
+
+    Attributes:
+        crossing: mark → bytes of the values that a cut there sends to the next stage.
+    """
+
+    def __init__(self, graph: ModelGraph, memory: StageMemory, marks: Sequence[int], usual: float) -> None:
+        self.memory = memory
+        work, stored, crossing = _work(graph), _stored(graph, memory.recomputed), _crossing(graph)
+        self.crossing = [crossing[mark] for mark in marks]
+        self._work, self._stored = [work[mark] for mark in marks], [stored[mark] for mark in marks]
+        charges = (RECEIVED * max(0, received - usual) for received in self.crossing)
+        self._work_before = _rising(map(sub, self._work, charges))
+        self._stored_before = _rising(map(sub, self._stored, self.crossing))
+        self._parameters = [_parameters_of(graph, start, stop) for start, stop in pairwise(marks)]
+
+    def by_work(self, limit: float) -> Earliest:
+        """For each mark as a stage's end: the earliest mark from which its work is at most ``limit``."""
         earliest, i = [0], 0
-        for stop in marks[1:]:
-            while self.work[stop] - self.work[marks[i]] > limit:
+        for j, work in enumerate(self._work[1:]):
+            while i <= j and work - self._work_before[i] > limit:
                 i += 1
             earliest.append(i)
         return earliest
 
-    def by_memory(self, marks: Sequence[int], limit: float) -> Earliest:
-        """Like ``by_work``, for bytes: parameters with gradients and two optimizer states, plus one microbatch's
-        activations."""
-        in_use, parameters, earliest, i = Counter[str](), 0, [0], 0
-        names = [self._parameters(start, stop) for start, stop in pairwise(marks)]
-        for j, stop in enumerate(marks[1:]):
-            parameters += 4 * sum(self.sizes[name] for name in names[j] if not in_use[name])
+    def by_memory(self, limit: float, held: float) -> Earliest:
+        """Like ``by_work``, for bytes. ``held``: how many times the stage holds the activations of the graph's rows."""
+        in_use, nbytes, earliest, i = Counter[str](), 0, [0], 0
+        names, sizes = self._parameters, self.memory.sizes
+        for j, stored in enumerate(self._stored[1:]):
+            nbytes += sum(sizes[name] for name in names[j] if not in_use[name])
             in_use.update(names[j])
-            while parameters + self.result_bytes[stop] - self.result_bytes[marks[i]] > limit:
+            while i <= j and nbytes + held * (stored - self._stored_before[i]) > limit:
                 in_use.subtract(names[i])
-                parameters -= 4 * sum(self.sizes[name] for name in names[i] if not in_use[name])
+                nbytes -= sum(sizes[name] for name in names[i] if not in_use[name])
                 i += 1
             earliest.append(i)
         return earliest
 
-    def memory(self) -> int:
-        """Bytes of one stage that runs the whole program."""
-        return 4 * sum(self.sizes[n] for n in self._parameters(0, len(self.graph.events))) + self.result_bytes[-1]
+    def most_work(self) -> int:
+        """At least the work of any stage."""
+        return ceil(self._work[-1] + RECEIVED * max(self.crossing))
 
-    def _parameters(self, start: int, stop: int) -> set[str]:
-        return {name for event in self.graph.events[start:stop] for name in event.parameters}
+    def most_memory(self) -> int:
+        """At least the bytes of any stage."""
+        nbytes = sum(self.memory.sizes[name] for name in set[str]().union(*self._parameters))
+        return nbytes + ceil(max(self.memory.held) * (self._stored[-1] + max(self.crossing)))
+
+
+def _rising(numbers: Iterable[float]) -> list[float]:
+    """For each number the largest up to it."""
+    return list(accumulate(numbers, max))
+
+
+def _work(graph: ModelGraph) -> list[int]:
+    """Position → work of all events before it."""
+    return [0, *accumulate(event.work for event in graph.events)]
+
+
+def _crossing(graph: ModelGraph) -> list[int]:
+    """Position → bytes of the values that a cut there sends to the next stage."""
+    changes = [0] * (len(graph.events) + 2)
+    for number, takers in graph.takers.items():
+        value = graph.values[number]
+        if max(takers) > value.position:
+            changes[value.position + 1] += value.bytes
+            changes[max(takers) + 1] -= value.bytes
+    return list(accumulate(changes[:-1]))
+
+
+def _stored(graph: ModelGraph, recomputed: Iterable[tuple[int, int]]) -> list[int]:
+    """Position → bytes of the results before it that a backward needs: each memory once.
+
+    Args:
+        recomputed: spans (start, stop) of which only the results count that are used after them.
+    """
+    stops = {position: stop for start, stop in recomputed for position in range(start, stop)}
+    counted, nbytes = set[int](), [0]
+    for position, event in enumerate(graph.events):
+        nbytes.append(nbytes[-1])
+        for n in event.outputs:
+            if n is None or graph.values[n].storage in counted:
+                continue
+            if position not in stops or max(graph.takers.get(n, ()), default=-1) >= stops[position]:
+                counted.add(graph.values[n].storage)
+                nbytes[-1] += graph.values[n].bytes
+    return nbytes
+
+
+def _parameters_of(graph: ModelGraph, start: int, stop: int) -> set[str]:
+    return {name for event in graph.events[start:stop] for name in event.parameters}
 
 
 def choose_cuts(
     graph: ModelGraph,
     positions: Sequence[int],
-    stages: int,
-    sizes: Mapping[str, int],
+    memory: StageMemory,
     pinned: Mapping[int, frozenset[int]],
     *,
     empty: bool = False,
@@ -152,27 +261,63 @@ def choose_cuts(
     """The positions at which stages 1, 2, … begin; None if the program cannot be cut so.
 
     Args:
-        places: positions to choose from, in order.
-        empty: whether a stage but the last may have nothing to do.
-        sizes: parameter → bytes.
+        positions: positions to choose from, in order.
+        memory: of the stages.
         pinned: position of an event → the stages it may be on.
+        empty: whether a stage but the last may have nothing to do.
     """
-    marks, costs = [0, *positions, len(graph.events)], Costs(graph, sizes)
+    for begins in (_worthwhile(graph, positions), positions):
+        cuts = _cuts_at(graph, begins, memory, pinned, usual_crossing(graph, positions), empty=empty)
+        if cuts is not None:
+            return cuts
+    return None
+
+
+def usual_crossing(graph: ModelGraph, positions: Sequence[int]) -> float:
+    """The median of the bytes that a cut at one of these positions sends."""
+    crossing = _crossing(graph)
+    return median([crossing[position] for position in positions] or [0])
+
+
+def _worthwhile(graph: ModelGraph, positions: Sequence[int]) -> list[int]:
+    """The positions at which a stage has less work, with what it receives, than if it began at an earlier one."""
+    work, crossing, usual = _work(graph), _crossing(graph), usual_crossing(graph, positions)
+    most, worthwhile = 0.0, list[int]()
+    for position in positions:
+        saved = work[position] - RECEIVED * max(0, crossing[position] - usual)
+        if saved >= most:
+            most = saved
+            worthwhile.append(position)
+    return worthwhile
+
+
+def _cuts_at(
+    graph: ModelGraph,
+    positions: Sequence[int],
+    memory: StageMemory,
+    pinned: Mapping[int, frozenset[int]],
+    usual: float,
+    *,
+    empty: bool,
+) -> list[int] | None:
+    """``choose_cuts`` among positions of which none is left out. ``usual``: see ``Costs``."""
+    marks, stages = [0, *positions, len(graph.events)], len(memory.held)
     if len(marks) <= stages and not empty:
         return None
+    costs = Costs(graph, memory, marks, usual)
     runs = CutPlans(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
-    work = runs.smallest(costs.work[-1], lambda limit: costs.by_work(marks, limit))
+    work = runs.smallest(costs.most_work(), lambda limit: [costs.by_work(limit)] * stages)
     if work is None:
         return None
-    within_work = costs.by_work(marks, work * SLACK)
+    within_work = costs.by_work(work * SLACK)
 
-    def within_both(limit: float) -> Earliest:
-        return list(map(max, within_work, costs.by_memory(marks, limit)))
+    def within_both(limit: float) -> list[Earliest]:
+        within = {held: list(map(max, within_work, costs.by_memory(limit, held))) for held in {*memory.held}}
+        return [within[held] for held in memory.held]
 
-    memory = runs.smallest(costs.memory(), within_both)
-    assert memory is not None  # the largest limit allows every stage
-    cuts = runs.cheapest(within_both(memory * SLACK), [costs.crossing[mark] for mark in marks])
-    return [marks[i] for i in cuts]
+    least = runs.smallest(costs.most_memory(), within_both)
+    assert least is not None  # the largest limit allows every stage
+    return [marks[i] for i in runs.cheapest(within_both(least * SLACK), costs.crossing)]
 
 
 def _by_pins(marks: Sequence[int], pinned: Mapping[int, frozenset[int]], stage: int) -> Earliest:
@@ -186,7 +331,7 @@ def cut_as_before(
     graph: ModelGraph,
     stages: Sequence[Stage],
     whole: Iterable[str],
-    sizes: Mapping[str, int],
+    memory: StageMemory,
     pinned: Mapping[int, frozenset[int]],
 ) -> tuple[int, ...] | None:
     """The positions at which stages 1, 2, … begin in a forward other than the sample's.
@@ -198,7 +343,7 @@ def cut_as_before(
         graph: this forward.
         stages: the stages of the sample's forward.
         whole: modules whose calls are not cut.
-        sizes: parameter → bytes.
+        memory: of the stages.
         pinned: position of an event → the stages that have its parameters and buffers, so it may be on these.
     """
     together = frozenset(whole)
@@ -211,7 +356,7 @@ def cut_as_before(
             cuts: Sequence[int] | None = starts
         else:
             candidates = (
-                choose_cuts(graph, positions, len(stages), sizes, pinned, empty=empty)
+                choose_cuts(graph, positions, memory, pinned, empty=empty)
                 for empty in (False, True) for positions in (allowed.between_blocks, allowed.anywhere)
             )  # fmt: skip
             cuts = next((c for c in candidates if c is not None), None)
@@ -228,7 +373,7 @@ def stage_of(cuts: Sequence[int], position: int) -> int:
 
 def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> tuple[Stage, ...]:
     """The stages that begin at position 0 and at ``cuts``. ``shapes``: parameter → its shape."""
-    ends, costs, stages = [0, *cuts, len(graph.events)], Costs(graph, dict.fromkeys(shapes, 0)), []
+    ends, work, crossing, stages = [0, *cuts, len(graph.events)], _work(graph), _crossing(graph), list[Stage]()
     for k, (start, stop) in enumerate(pairwise(ends)):
         event = graph.events[start]
         inside = [c for p, c in graph.calls.items() if c.module and start <= c.start < c.stop <= stop]
@@ -243,8 +388,8 @@ def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Seq
                 modules=tuple(dict.fromkeys(outermost)),
                 flops=sum(e.flops for e in graph.events[start:stop]),
                 moved=sum(e.moved for e in graph.events[start:stop]),
-                work=costs.work[stop] - costs.work[start],
-                sends=costs.crossing[stop] if k < len(ends) - 2 else 0,
+                work=work[stop] - work[start],
+                sends=crossing[stop] if k < len(ends) - 2 else 0,
                 parameters=sum(prod(shapes[n]) for n in names),
             )
         )

@@ -17,7 +17,7 @@ from meshwright.calls.hook import Forward
 from meshwright.calls.structure import copied_structure, holds_code, map_tensors, tensors_of
 from meshwright.calls.tracer import Slot, Tracer, is_hook_node, memory_of, slot_tensors
 from meshwright.chance import drawn_from, host_drawn, host_generators
-from meshwright.described import tensors_within
+from meshwright.described import nbytes_of, tensors_within
 from meshwright.errors import PlanError
 from meshwright.graph import ROOT, Call, Event, ModelGraph, Path, Segment, Span, Value
 from meshwright.planning.attribute_uses import AttributeUses
@@ -29,7 +29,7 @@ from meshwright.private import storage_of, storage_within, without_modes
 from meshwright.spmd.autograd_functions import transforming
 from meshwright.spmd.decide.gradient import ENGINES
 from meshwright.spmd.losses import mean_target
-from meshwright.spmd.torch_functions import LISTENING, SET_DATA, SIZES, is_random, label_of, target_of
+from meshwright.spmd.torch_functions import BY_DEVICE, LISTENING, SET_DATA, SIZES, is_random, label_of, target_of
 
 
 def _names_of(ids: Sequence[int], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ class ForwardRecorder(Tracer):
                     line=model_line(),
                     named=named,
                     renamed=renamed,
-                    **self._spent_on(func, self.cost.since(cost)),
+                    **self._spent_on(func, self.cost.since(cost), (*tensors, *outputs)),
                 )
             )
             event = graph.events[-1]
@@ -264,11 +264,13 @@ class ForwardRecorder(Tracer):
         written = [name for t in targets if (m := memory_of(t)) for name in self._buffer_memory.get(m, ())]
         return tuple(dict.fromkeys((*_names_of(used, self._buffers), *written)))
 
-    def _spent_on(self, func: Any, spent: OpCounts) -> dict[str, Any]:
-        """The counts of an event, as keyword arguments of ``Event``."""
+    def _spent_on(self, func: Any, spent: OpCounts, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The counts of an event, as keyword arguments of ``Event``. ``tensors``: those that it takes and returns."""
         generators = tuple(dict.fromkeys(map(self._numbered_generator, spent.drawn_from)))
         draws = spent.draws > 0 or is_random(func)
-        return {"flops": spent.flops, "moved": spent.moved, "draws": draws, "generators": generators}
+        # Meta tensors have no kernel for attention: they compute all of its weights.
+        moved = nbytes_of(tensors) if func in BY_DEVICE else spent.moved
+        return {"flops": spent.flops, "moved": moved, "draws": draws, "generators": generators}
 
     def _written_within(
         self, position: int, tick: int, tensors: list[Tensor], targets: list[Tensor]

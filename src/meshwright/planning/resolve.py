@@ -62,7 +62,6 @@ from meshwright.planning.passes.units import (
     keep_units_in_branches,
     keep_units_in_stages,
 )
-from meshwright.planning.rows import rows_of
 from meshwright.recipe import Recipe
 
 PASSES: tuple[Callable[[Draft], Draft], ...] = (
@@ -108,7 +107,7 @@ def recipe_of(draft: Draft) -> Recipe:
         recompute=draft.recompute,
         blocks=draft.blocks,
         sequence=draft.sequence,
-        microbatches=plan.microbatches or _microbatches(draft),
+        microbatches=plan.microbatches or draft.microbatches,
         precision=plan.precision,
         reshard_after_forward=_reshards(plan),
         rows=plan.rows,
@@ -129,12 +128,6 @@ def recipe_of(draft: Draft) -> Recipe:
         notes=(*draft.notes, *compiled_notes(draft.model, plan.mesh, bool(branches)), *compile_notes(plan)),
         plan=plan.dump(),
     )
-
-
-def _microbatches(draft: Draft) -> int:
-    """The default number of microbatches: ``plan.pieces``, but not more than the rows of one data rank."""
-    ranks = draft.plan.mesh.data_size if draft.whole_batch else 1
-    return max(1, min(draft.plan.pieces, (rows_of(draft.batch) or 1) // ranks))
 
 
 def _reshards(plan: Plan) -> bool:

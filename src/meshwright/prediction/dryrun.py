@@ -123,7 +123,8 @@ def dry_run(
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
     plan = Plan.parse(plan)
     plan.mesh.coordinate(rank)  # raises ValueError if the mesh has no such rank
-    rehearsal = rehearsal_of(build, batch, plan, loss, optimizer or adamw_on(profile), max_norm)
+    make_optimizer, accelerator = optimizer or adamw_on(profile), not profile.cores
+    rehearsal = rehearsal_of(build, batch, plan, loss, make_optimizer, max_norm, accelerator=accelerator)
     recipe = rehearsal.recipe
     role = next(role for role in roles_of(recipe) if rank in role.ranks)
     trace = rehearse(rehearsal, rank)

@@ -100,7 +100,10 @@ class RehearsedPlan:
         Args:
             profile: of hardware like that for which the step is predicted: a CPU, or an accelerator.
         """
-        rehearsal = rehearsal_of(build, batch, Plan.parse(plan), loss, optimizer or adamw_on(profile), max_norm)
+        make_optimizer, accelerator = optimizer or adamw_on(profile), not profile.cores
+        rehearsal = rehearsal_of(
+            build, batch, Plan.parse(plan), loss, make_optimizer, max_norm, accelerator=accelerator
+        )
         roles = roles_of(rehearsal.recipe)
         return cls(rehearsal.recipe, roles, rehearsed_roles(roles, rehearsal, profile, fold=fold))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from meshwright.code_state import code_state_kept
 from meshwright.deferred import Build
 from meshwright.plan import Plan
 from meshwright.planned import Planned
+from meshwright.prediction.attention import dropout_in_kernel
 from meshwright.prediction.blocks import PrunedModel
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
@@ -62,6 +63,7 @@ class Rehearsal:
         optimizer: parameters → their optimizer.
         max_norm: the norm to which gradients are clipped; None: they are not clipped.
         dtype: the dtype to which parameters are cast; None: they are not cast.
+        accelerator: whether the step is for an accelerator, not a CPU.
         shapes: of functions' results. Rehearsals of one model share them.
     """
 
@@ -72,6 +74,7 @@ class Rehearsal:
     optimizer: MakeOptimizer = torch.optim.AdamW
     max_norm: float | None = 1.0
     dtype: torch.dtype | None = None
+    accelerator: bool = False
     shapes: Shapes = field(default_factory=Shapes, compare=False, repr=False)
 
     @property
@@ -104,8 +107,10 @@ def rehearsal_of(
     loss: Loss | None,
     optimizer: MakeOptimizer,
     max_norm: float | None,
+    *,
+    accelerator: bool = False,
 ) -> Rehearsal:
-    """The rehearsal of a model under a plan.
+    """The rehearsal of a model under a plan. For the arguments see ``Rehearsal``.
 
     Raises:
         PlanError: every problem of the plan.
@@ -117,7 +122,7 @@ def rehearsal_of(
     with code_state_kept(build):
         build = copies_of(build, plan.seed)
         planned = Planned(build, plan, batch, loss, dtype, whole_batch=True)
-    return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype)
+    return Rehearsal(build, planned, batch, loss, optimizer, max_norm, dtype, accelerator)
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
         rehearsed_world(rank, recipe.mesh.size),
         code_state_kept(rehearsal.planned.model),
         UNCOMPILED.on(),
+        dropout_in_kernel() if rehearsal.accelerator else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # a run shows them

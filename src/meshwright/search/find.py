@@ -107,7 +107,8 @@ class _Model:
         """Rehearsals of this model, with the settings that the search does not vary."""
         fixed = {key: value for key, value in self.options.items() if key not in SEARCHED or key == "sequence_parallel"}
         rows = repeat_rows(self.batch, MANY_ROWS * DP_SHARD)
-        return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm)
+        accelerator = not self.profile.cores
+        return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm, accelerator)
 
     def estimated(self, estimate: CandidateEstimate, blocks: Sequence[str]) -> Proposal:
         """The plan of an estimated candidate. ``blocks``: the names of the repeated blocks."""

@@ -91,6 +91,7 @@ class Rehearsals:
         loss: the loss function.
         optimizer: makes the optimizer.
         max_norm: see ``find_plans``.
+        accelerator: whether steps run on an accelerator, not on a CPU.
     """
 
     build: Build
@@ -99,6 +100,7 @@ class Rehearsals:
     loss: Loss | None
     optimizer: MakeOptimizer
     max_norm: float | None
+    accelerator: bool
     _shapes: Shapes = field(default_factory=Shapes, init=False, compare=False, repr=False)
 
     def layer_costs(self, sharding: Sharding) -> LayerCosts | None:
@@ -244,7 +246,9 @@ class Rehearsals:
         modules = {"modules": sharding.modules(self.options.get("modules"))} if sharding.whole else {}
         plan = Plan.parse({**sharded, **self.options, **settings, **modules, **fixed})
         batch = take_rows(self.batch, 0, DP_SHARD * FEW_ROWS)
-        rehearsal = rehearsal_of(build, batch, plan, self.loss, self.optimizer, self.max_norm)
+        rehearsal = rehearsal_of(
+            build, batch, plan, self.loss, self.optimizer, self.max_norm, accelerator=self.accelerator
+        )
         # A block is recorded twice before it replays, and a rehearsal of one microbatch calls it twice.
         eager = replace(rehearsal.recipe, eager=True)
         return replace(rehearsal, planned=rehearsal.planned.under(eager), shapes=self._shapes)

@@ -87,6 +87,11 @@ class Patch:
         return self._plain
 
     @property
+    def active(self) -> bool:
+        """Whether a block runs."""
+        return bool(self._changes)
+
+    @property
     def now(self) -> Callable[..., Any]:
         """What the attribute is now; outside of all blocks that of torch."""
         return self._now
@@ -330,6 +335,12 @@ RESIZE = Patch(
     torch.UntypedStorage,
     "resize_",
     "FSDP2 frees and allocates gathered parameters with it, and it is no function of ATen (prediction/tracker.py)",
+    FOLLOWED,
+)
+ATTENTION = Patch(
+    nn.functional,
+    "scaled_dot_product_attention",
+    "with dropout it is one kernel on an accelerator, but not on a CPU (prediction/attention.py)",
     FOLLOWED,
 )
 

@@ -11,7 +11,15 @@ from meshwright.graph import ModelGraph
 from meshwright.names import few
 from meshwright.planning.branch import buffer_place
 from meshwright.planning.draft import Draft, Names
-from meshwright.planning.pipeline import choose_cuts, cut_positions, make_stages, no_cuts, stage_of
+from meshwright.planning.pipeline import (
+    StageMemory,
+    choose_cuts,
+    cut_positions,
+    make_stages,
+    no_cuts,
+    recomputed_spans,
+    stage_of,
+)
 
 Pinned = Mapping[int, frozenset[int]]
 """Position of an event → the stages it may be on."""
@@ -59,12 +67,12 @@ def _pinned(draft: Draft, graph: ModelGraph, count: int) -> Pinned:
 
 def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[int]:
     """The positions at which stages 1, 2 … begin: between blocks, or anywhere if these are too few."""
-    regions, sizes = draft.branches.regions, _bytes(draft.names)
+    regions, memory = draft.branches.regions, _memory(draft, graph, count)
     spans = regions.spans if regions is not None else ()
     for of_batch in sorted({False, *(span.of_batch for span in graph.spans)}):
         allowed = cut_positions(graph, draft.blocks, spans, of_batch=of_batch)
         for positions in (allowed.between_blocks, allowed.anywhere):
-            cuts = choose_cuts(graph, positions, count, sizes, pinned)
+            cuts = choose_cuts(graph, positions, memory, pinned)
             if cuts is not None:
                 graph.of_this_batch |= of_batch
                 return cuts
@@ -73,8 +81,13 @@ def _cuts(draft: Draft, graph: ModelGraph, count: int, pinned: Pinned) -> list[i
     raise findings.error()
 
 
-def _bytes(names: Names) -> dict[str, int]:
-    return {name: p.numel() * p.element_size() for name, (p, _) in names.parameters.items()}
+def _memory(draft: Draft, graph: ModelGraph, count: int) -> StageMemory:
+    """What ``count`` stages have in memory."""
+    nbytes = {name: p.numel() * p.element_size() for name, (p, _) in draft.names.parameters.items()}
+    recomputed = recomputed_spans(graph, draft.recompute)
+    return StageMemory.of(
+        draft.plan.mesh, draft.plan.schedule, count, draft.microbatches, nbytes, recomputed, pieces=draft.pieces
+    )
 
 
 def _homes(graph: ModelGraph, cuts: Sequence[int], names: Names) -> dict[str, tuple[int, ...]]:
