@@ -167,7 +167,7 @@ def _measured(shape: ModelShape, computed_in: str, *, sequence_parallel: bool) -
     """For all sizes of tp: it keeps the few blocks."""
     rows = Layout(microbatches=1, microbatch_rows=MANY_ROWS * DP_SHARD)
     options = {"precision": computed_in, "sequence_parallel": sequence_parallel}
-    return Rehearsals(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0)
+    return Rehearsals(build_model(shape), batch_of(shape, rows), options, None, _adamw, 1.0, accelerator=True)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

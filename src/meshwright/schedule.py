@@ -305,6 +305,30 @@ def microbatches_held(name: str, ranks: int, stages: int, microbatches: int, sta
     return min(microbatches, ranks if name == "zero_bubble" else ranks - stage)
 
 
+def held_at_peaks(ranks: int, chunks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
+    """Interleaved 1F1B: the numbers of microbatches whose activations the stages of a rank hold, after each forward from which
+    on a rank has as many in flight as it may. With few microbatches: after all forwards.
+
+    Args:
+        ranks: the size of the pipeline axis.
+        chunks: stages of a rank.
+        microbatches: of a step.
+        rank: its place in the pipeline.
+
+    >>> sorted(held_at_peaks(2, 2, 4, 1))
+    [(2, 1), (3, 0)]
+    """
+    queues, held = _Queues("interleaved", rank, ranks, ranks * chunks, microbatches, True), [0] * chunks
+    states = set[tuple[int, ...]]()
+    for number, (stage, _) in enumerate(queues.forwards):
+        if number >= queues.limit:
+            held[queues.backwards[number - queues.limit][0] // ranks] -= 1
+        held[stage // ranks] += 1
+        if number >= min(queues.limit, len(queues.forwards)) - 1:
+            states.add(tuple(held))
+    return frozenset(states)
+
+
 def most_in_flight(schedule: Schedule, rank: int) -> int:
     """The largest number of forwards of a rank whose activations it holds at once, until their backward."""
     most = now = 0

@@ -51,7 +51,7 @@ def test_the_host_of_a_cluster_is_learnt_from_its_steps(monkeypatch: pytest.Monk
     from meshwright.prediction import predict
 
     rehearse = predict.rehearsal_of
-    monkeypatch.setattr(predict, "rehearsal_of", lambda *args: rehearsals.append(args) or rehearse(*args))
+    monkeypatch.setattr(predict, "rehearsal_of", lambda *args, **kw: rehearsals.append(args) or rehearse(*args, **kw))
     found = mw.correct_profile(steps, hardware="a100")
     assert len(rehearsals) == len(LAYOUTS)  # one for each step, whatever factors are tried
     assert found.factors.pop("host") == pytest.approx(1.8, rel=0.1)

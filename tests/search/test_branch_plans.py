@@ -99,7 +99,7 @@ def test_rows_that_divide_leave_branches_alone_and_a_note_says_so() -> None:
 
 @pytest.mark.parametrize("options", [{"branches": "said"}, {"sequence_parallel": True}], ids=["said", "sequence"])
 def test_no_branches_if_the_options_exclude_them(options: dict[str, Any]) -> None:
-    rehearsals = Rehearsals(Towers, batch(4), {}, loss, adamw_on(A100), 1.0)
+    rehearsals = Rehearsals(Towers, batch(4), {}, loss, adamw_on(A100), 1.0, accelerator=True)
     assert not _may_have_branches(rehearsals, [1, 2], options)
     assert _may_have_branches(rehearsals, [1, 2], {}) and not _may_have_branches(rehearsals, [1], {})
 

@@ -91,7 +91,7 @@ def test_every_plan_resolves_and_its_estimate_is_near_its_prediction(found, most
 
 def test_a_host_that_takes_long_to_call_collectives_is_waited_for():
     slow, build = replace(GPU, host_collective=1e-3), partial(Tower, depth=4)
-    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0, accelerator=True)
     estimator = Estimator(slow, {Sharding(1): rehearsals.layer_costs(Sharding(1))}, 0.0, 0.0, 4)
     for replicate, shard, reshard in ((1, 2, True), (1, 2, False), (2, 1, True), (2, 2, True)):
         candidate = Candidate(1, replicate, shard, 1, microbatches=2, rows=2, reshard=reshard)
@@ -109,7 +109,7 @@ MEETING = [(1, 1, 2, 1), (2, 1, 1, 1)], [(1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2
 @pytest.mark.parametrize("sizes", [MEETING[0], pytest.param(MEETING[1], marks=pytest.mark.proof)], ids=["few", "more"])
 def test_an_estimate_waits_for_other_ranks_as_long_as_a_prediction(sizes):
     skewed, build = replace(GPU, skew=Curve(((1e-6, 0.9), (1.0, 1e-3)))), partial(Tower, depth=4)
-    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(build, tokens(MANY_ROWS * DP_SHARD, 32), {}, loss, adamw_on(GPU), 1.0, accelerator=True)
     estimator = Estimator(
         skewed, {Sharding(tp): rehearsals.layer_costs(Sharding(tp)) for tp in {tp for *_, tp in sizes}}, 0.0, 0.0, 4
     )
@@ -286,7 +286,7 @@ def test_backwards_in_halves_take_less_time_for_more_memory():
 def test_what_the_optimizer_needs_is_not_taken_for_activations():
     """Few tokens: updating parameters takes more memory than computing does."""
     batch = repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD)
-    rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(Tower, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0, accelerator=True)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)  # of a row, what enters a block
     layer_costs = rehearsals.layer_costs(Sharding(1))
     assert layer_costs.updating == pytest.approx(
@@ -306,7 +306,7 @@ class ManyWords(Tower):
 def test_the_gradient_of_a_large_table_is_not_taken_for_activations():
     """It comes when all blocks have freed theirs, and takes more memory than few blocks with few rows."""
     batch = repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD)
-    rehearsals = Rehearsals(ManyWords, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(ManyWords, batch, {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0, accelerator=True)
     assert rehearsals.recomputed() == pytest.approx(2 * 32 * WIDTH, rel=0.01)
     layer_costs = rehearsals.layer_costs(Sharding(1))
     assert layer_costs.activations > 5 * rehearsals.recomputed()
@@ -331,7 +331,13 @@ class TwoKinds(Tower):
 
 def rehearsals_of(build):
     return Rehearsals(
-        build, repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD), {"precision": "bfloat16"}, loss, adamw_on(GPU), 1.0
+        build,
+        repeat_rows(tokens(length=32), MANY_ROWS * DP_SHARD),
+        {"precision": "bfloat16"},
+        loss,
+        adamw_on(GPU),
+        1.0,
+        accelerator=True,
     )
 
 
@@ -370,7 +376,7 @@ def test_a_model_is_planned_once_for_the_rehearsals_of_one_size_of_tp(monkeypatc
 def test_more_rows_of_one_rehearsal_are_those_of_another(device):
     """A step with more rows follows two steps with few: it has the functions that it has in a rehearsal of its own."""
     build, batch = partial(Tower, depth=2), tokens(MANY_ROWS * DP_SHARD, 8)[0].to(device)
-    rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(build, (batch,), {}, loss, adamw_on(GPU), 1.0, accelerator=True)
     few = rehearsals._rehearsal(build, Sharding(2))
     both = rehearse(few, 0, (*TWO_STEPS, RehearsedStep(updated=False, batch=rehearsals.batch)))
     many = rehearse(replace(few, batch=rehearsals.batch), 0)

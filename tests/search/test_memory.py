@@ -13,9 +13,10 @@ from meshwright.search.find import repeat_rows
 from meshwright.search.rehearsals import Rehearsals
 from meshwright.search.sizes import DP_SHARD, MANY_ROWS
 from meshwright.search.space import Candidate, Sharding
+from meshwright.search.stages import StageCuts
 
 GPU = read_profile("a100-80")
-BLOCKS = 12
+BLOCKS, PIPELINE_ROWS = 12, 256
 
 
 class Block(nn.Module):
@@ -30,10 +31,14 @@ class Block(nn.Module):
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(BLOCKS))), nn.Linear(64, 8)
+        self.stem, self.blocks, self.head = (
+            nn.Linear(64, 64),
+            nn.Sequential(*(Block() for _ in range(BLOCKS))),
+            nn.Linear(64, 8),
+        )
 
     def forward(self, x):
-        return self.head(self.blocks(x)).square().mean()
+        return self.head(self.blocks(self.stem(x))).square().mean()
 
 
 def itself(loss):
@@ -43,9 +48,11 @@ def itself(loss):
 @pytest.fixture(scope="module")
 def estimator():
     batch = repeat_rows((torch.randn(1, 128, 64),), MANY_ROWS * DP_SHARD)
-    rehearsals = Rehearsals(Tower, batch, {}, itself, adamw_on(GPU), 1.0)
+    rehearsals = Rehearsals(Tower, batch, {}, itself, adamw_on(GPU), 1.0, accelerator=True)
     costs = {sharding: rehearsals.layer_costs(sharding) for sharding in (Sharding(1), Sharding(2))}
-    return Estimator(GPU, costs, rehearsals.recomputed(), 0.0, 4), rehearsals.blocks
+    parts = rehearsals.stage_parts()
+    cuts = StageCuts(parts, BLOCKS, PIPELINE_ROWS)
+    return Estimator(GPU, costs, rehearsals.recomputed(), parts.received, 4, cuts=cuts), rehearsals.blocks
 
 
 @pytest.mark.parametrize("rows", [2, 32])
@@ -59,3 +66,17 @@ def test_the_estimate_is_that_of_a_prediction(estimator, mesh, saved, rows):
     batch = (torch.randn(rows * replicate * shard, 128, 64),)
     predicted = mw.predict(Tower, batch, Plan.parse(one.plan({}, blocks)), hardware="a100-80", loss=itself).peak
     assert estimates.memory.peak(one) == pytest.approx(predicted, rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "mesh, chunks", [((2, 1, 1), 1), ((4, 1, 1), 1), ((2, 1, 2), 1), ((2, 1, 2), 2), ((2, 2, 1), 2)]
+)
+def test_the_estimate_of_a_pipeline_is_that_of_a_prediction(estimator, mesh, chunks, recompute):
+    """Each stage holds microbatches as its schedule does, what its blocks store of them, and over tp what it received."""
+    estimates, blocks = estimator
+    pp, shard, tp = mesh
+    one = Candidate(pp, 1, shard, tp, 8, PIPELINE_ROWS // 8 // shard, chunks, recompute=recompute)
+    batch = (torch.randn(PIPELINE_ROWS, 128, 64),)
+    predicted = mw.predict(Tower, batch, Plan.parse(one.plan({}, blocks)), hardware="a100-80", loss=itself).peak
+    assert estimates.memory.peak(one) == pytest.approx(predicted, rel=0.1 if recompute else 0.06)

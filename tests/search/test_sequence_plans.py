@@ -61,7 +61,7 @@ def test_sequences_stay_whole_over_gloo_and_are_estimated_as_predicted() -> None
 
 
 def test_only_where_an_all_reduce_is_faster_or_nothing_is_said() -> None:
-    rehearsals = Rehearsals(Tower, batch(), {}, loss, adamw_on(CPU), 1.0)
+    rehearsals = Rehearsals(Tower, batch(), {}, loss, adamw_on(CPU), 1.0, accelerator=False)
     costs = rehearsals.layer_costs(Sharding(2))
     assert may_gather_slowly(costs, CPU)
     every = partial(candidates, 4, 4, 8, [1, 2, 4], 4, recompute=True)

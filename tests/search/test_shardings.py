@@ -94,7 +94,9 @@ def test_what_costs_more_to_exchange_than_to_compute_is_left_whole() -> None:
 @pytest.mark.proof
 def test_nothing_is_left_whole_where_links_are_fast_or_the_plan_says_which() -> None:
     told: list[str] = []
-    wide = Rehearsals(partial(Tower, 2048, 8192, words=32000), ids(8, 8192), {}, itself, adamw_on(DEVICE), 1.0)
+    wide = Rehearsals(
+        partial(Tower, 2048, 8192, words=32000), ids(8, 8192), {}, itself, adamw_on(DEVICE), 1.0, accelerator=True
+    )
     fast = replace(read_profile("h100"), host_collective=0.0)
     shardings = Shardings(wide, fast, {}, 2, told.append)
     costs = shardings.plain([2])
@@ -102,7 +104,7 @@ def test_nothing_is_left_whole_where_links_are_fast_or_the_plan_says_which() -> 
     late = replace(fast, node=replace(fast.node, latency=1e-2))
     assert may_gather_slowly(costs[Sharding(2)], late) and not may_gather_slowly(costs[Sharding(2)], fast)
     said = {"modules": {"head": {"tp": "column"}}}
-    small = Rehearsals(partial(Tower, 32, 64), ids(8), said, itself, adamw_on(DEVICE), 1.0)
+    small = Rehearsals(partial(Tower, 32, 64), ids(8), said, itself, adamw_on(DEVICE), 1.0, accelerator=True)
     shardings = Shardings(small, DEVICE, said, 4, told.append)
     assert not any(sharding.whole for sharding in shardings.others(shardings.plain([2]), [2]))
     assert not any("whole" in text for text in told)

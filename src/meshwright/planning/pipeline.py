@@ -36,9 +36,9 @@ from meshwright.recipe import Stage
 from meshwright.schedule import microbatches_held
 
 SLACK = 1.03
-RECEIVED = 20 * INTENSITY
-"""Operations in the time in which a byte is received: 20 times the time in which one is moved. It is 7 times that time over
-NVLink, and 67 times over a network of 400 Gbit/s for each device (H100; see the profiles in hardware/)."""
+RECEIVED = 67 * INTENSITY
+"""Operations in the time in which a byte is received, over a network of 400 Gbit/s for each device: 67 times the time in which
+an H100 moves one (hardware/profiles/h100-sxm.yaml). Pipelines are what goes over nodes; within a node it is 7 times."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,15 @@ class StageMemory:
         """
         ranks, shards = mesh.axis_size("pp"), mesh.axis_size("dp_shard")
         held = [microbatches_held(schedule, ranks, stages, microbatches, stage) / pieces for stage in range(stages)]
-        # FSDP2 gathers a stage's parameters once a step, and shards their gradients at its end.
-        copies = 4 if shards == 1 else 2 + 3 / shards
+        copies = parameter_copies(shards)
         sizes = {name: ceil(copies * number) for name, number in nbytes.items()}
         return cls(sizes, held, recomputed)
+
+
+def parameter_copies(shards: int) -> float:
+    """How often a stage has the bytes of its parameters: their values, gradients and two states. ``shards``: ranks of dp_shard.
+    FSDP2 gathers a stage's parameters once a step, and shards their gradients at its end."""
+    return 4.0 if shards == 1 else 2 + 3 / shards
 
 
 class Costs:
@@ -165,7 +170,7 @@ class Costs:
 
     def __init__(self, graph: ModelGraph, memory: StageMemory, marks: Sequence[int], usual: float) -> None:
         self.memory = memory
-        work, stored, crossing = _work(graph), _stored(graph, memory.recomputed), _crossing(graph)
+        work, stored, crossing = _work(graph), stored_bytes(graph, memory.recomputed), crossing_bytes(graph)
         self.crossing = [crossing[mark] for mark in marks]
         self._work, self._stored = [work[mark] for mark in marks], [stored[mark] for mark in marks]
         charges = (RECEIVED * max(0, received - usual) for received in self.crossing)
@@ -216,7 +221,7 @@ def _work(graph: ModelGraph) -> list[int]:
     return [0, *accumulate(event.work for event in graph.events)]
 
 
-def _crossing(graph: ModelGraph) -> list[int]:
+def crossing_bytes(graph: ModelGraph) -> list[int]:
     """Position → bytes of the values that a cut there sends to the next stage."""
     changes = [0] * (len(graph.events) + 2)
     for number, takers in graph.takers.items():
@@ -227,7 +232,7 @@ def _crossing(graph: ModelGraph) -> list[int]:
     return list(accumulate(changes[:-1]))
 
 
-def _stored(graph: ModelGraph, recomputed: Iterable[tuple[int, int]]) -> list[int]:
+def stored_bytes(graph: ModelGraph, recomputed: Iterable[tuple[int, int]]) -> list[int]:
     """Position → bytes of the results before it that a backward needs: each memory once.
 
     Args:
@@ -275,13 +280,13 @@ def choose_cuts(
 
 def usual_crossing(graph: ModelGraph, positions: Sequence[int]) -> float:
     """The median of the bytes that a cut at one of these positions sends."""
-    crossing = _crossing(graph)
+    crossing = crossing_bytes(graph)
     return median([crossing[position] for position in positions] or [0])
 
 
 def _worthwhile(graph: ModelGraph, positions: Sequence[int]) -> list[int]:
     """The positions at which a stage has less work, with what it receives, than if it began at an earlier one."""
-    work, crossing, usual = _work(graph), _crossing(graph), usual_crossing(graph, positions)
+    work, crossing, usual = _work(graph), crossing_bytes(graph), usual_crossing(graph, positions)
     most, worthwhile = 0.0, list[int]()
     for position in positions:
         saved = work[position] - RECEIVED * max(0, crossing[position] - usual)
@@ -373,7 +378,7 @@ def stage_of(cuts: Sequence[int], position: int) -> int:
 
 def make_stages(graph: ModelGraph, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> tuple[Stage, ...]:
     """The stages that begin at position 0 and at ``cuts``. ``shapes``: parameter → its shape."""
-    ends, work, crossing, stages = [0, *cuts, len(graph.events)], _work(graph), _crossing(graph), list[Stage]()
+    ends, work, crossing, stages = [0, *cuts, len(graph.events)], _work(graph), crossing_bytes(graph), list[Stage]()
     for k, (start, stop) in enumerate(pairwise(ends)):
         event = graph.events[start]
         inside = [c for p, c in graph.calls.items() if c.module and start <= c.start < c.stop <= stop]

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from meshwright.graph import INTENSITY
 from meshwright.hardware.collectives import CollectiveKind, collective, neighbours
 from meshwright.hardware.profile import CallKind, Profile
 
@@ -54,13 +53,6 @@ class Calls:
     def host(self, profile: Profile, seconds: float) -> float:
         """Seconds of the host. ``seconds``: of the host for each function."""
         return self.count * seconds + self.collectives * profile.host_collective
-
-    def work(self, rows: float) -> float:
-        """Operations and weighted bytes, with the weight that planning uses to cut stages (``graph.Event.work``)."""
-        return sum(
-            n * (line_value(flops, rows) + INTENSITY * line_value(moved, rows))
-            for (_, _, flops, moved), n in self.ops.items()
-        )
 
     def device(self, profile: Profile, rows: float, only: Collection[CallKind] | None = None) -> float:
         """Seconds on the device. ``only``: count only functions of these kinds."""

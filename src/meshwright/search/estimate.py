@@ -3,7 +3,7 @@
 | what | equation | function |
 | --- | --- | --- |
 | the forward of a rank | max(Σ device + Σ tp, Σ host) | `Estimator._pass_seconds` |
-| blocks of each stage | minimize the work of the largest stage | `balanced` |
+| blocks of each stage | minimize the work of the largest stage, then its memory | `StageCuts` |
 | a step without a pipeline | M (F + B) + exposed gathers and reductions | `Estimator._without_pipeline` |
 | a step of a pipeline | (M - 1) P + fill + gather + reduce | `pipelined` |
 | its fill with split backwards (zero bubble) | Σ over the other ranks of max(0, F + B - 2 W), W for weights | `pipelined` |
@@ -17,14 +17,14 @@
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._synchronizations` |
 | peak memory of a rank | batch + persistent · e + max(gradients + stored + other, updating · e) | `MemoryEstimator._peak` |
-| what its blocks store | in flight · activations of its blocks · rows | `MemoryEstimator._stored` |
+| what its stages store | Σ in flight · (activations + received over tp) · rows + 2 sent | `MemoryEstimator._stored` |
 | other bytes, at each of three peaks | gathered + computed + communication | `MemoryEstimator._temporaries` |
 | blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `MemoryEstimator.selected` |
 | microbatches in flight | 1F1B: min(M, p - r); interleaved: ((v - 1) p + 2 (p - r - 1) + 1) / v | `in_flight` |
 | microbatches in flight with split backwards | min(M, p) | `in_flight` |
 
 Here e is the number of elements of a rank's shards, and r the number of ranks before a rank in the pipeline.
-Of other files are `balanced` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py), `MemoryEstimator` (memory.py),
+Of other files are `StageCuts` (stages.py), `pipelined`, `period`, `in_flight` (pipeline.py), `MemoryEstimator` (memory.py),
 `BranchCosts` (branch_costs.py), and `Units` (units.py), which has the hooks and copies of FSDP2.
 
 Sources: PipeDream-flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473, section 2.2), zero bubbles (arXiv 2401.10241,
@@ -44,7 +44,7 @@ from meshwright.search.calls import Calls, line_value
 from meshwright.search.layer_costs import LayerCosts
 from meshwright.search.memory import REDUCED, MemoryEstimator
 from meshwright.search.pipeline import pipelined
-from meshwright.search.ranks import PipelineRanks, Rank
+from meshwright.search.ranks import Cuts, PipelineRanks, Rank
 from meshwright.search.space import Candidate, Sharding
 from meshwright.search.units import Units
 
@@ -82,6 +82,7 @@ class Estimator:
         itemsize: bytes per element in the precision of compute.
         reduced: bytes per element of a gradient in a reduction.
         branches: size of tp → the model's branches on slices of it, if there are any.
+        cuts: see ``PipelineRanks``.
         gathers: whether FSDP2 gathers and casts parameters. If False, each rank has unsharded parameters in the precision of
             compute, and a float32 copy in the optimizer, as in Megatron-LM.
 
@@ -100,18 +101,20 @@ class Estimator:
         reduced: int = REDUCED,
         *,
         branches: Mapping[int, BranchCosts] | None = None,
+        cuts: Cuts | None = None,
         gathers: bool = True,
     ) -> None:
-        self.profile = profile
+        self.profile, self._cuts = profile, cuts
         self._layer_costs, self._recomputed, self._branches = layer_costs, recomputed, branches or {}
         self._sends, self._itemsize = sends, itemsize
         self._reduced, self._gathers = reduced, gathers
-        self._ranks = PipelineRanks(self._layer_costs, {tp: costs.share for tp, costs in self._branches.items()})
+        shares = {tp: costs.share for tp, costs in self._branches.items()}
+        self._ranks = PipelineRanks(self._layer_costs, shares, cuts)
         self._seconds, self._updates = cache(self._seconds_of), cache(self._update_of)
         self._slowest = cache(self._slowest_of)
         self._units = Units(profile, self._layer_costs, self._branches, self._ranks, itemsize, reduced, gathers=gathers)
         self.memory = MemoryEstimator(
-            self._layer_costs, self._ranks, recomputed, itemsize, reduced,
+            self._layer_costs, self._ranks, recomputed, sends, itemsize, reduced,
             lambda candidate: self._slowest(candidate.tp, candidate.rows).device if candidate.branches else 1.0,
             gathers=gathers,
         )  # fmt: skip
@@ -126,6 +129,7 @@ class Estimator:
             self._itemsize,
             self._reduced,
             branches=self._branches,
+            cuts=self._cuts,
             gathers=self._gathers,
         )
 
@@ -319,26 +323,25 @@ class Estimator:
 
     def _pipelined(self, candidate: Candidate) -> dict[str, float]:
         """The terms of a step with a pipeline. Compute, tp and host are those of the slowest rank of the pipeline axis."""
-        ranks = self._ranks.of(candidate)
-        # The forward and the backward of one microbatch, on each kind of rank.
-        passes: list[tuple[PassSeconds, PassSeconds]] = []
-        microbatches: list[dict[str, float]] = []  # their terms
-        times: list[float] = []  # seconds of one microbatch on each rank
-        weights: list[float] = []  # of these, seconds of weight gradients that a split backward delays
-        for rank in ranks:
-            passes.append((self._pass_seconds(candidate, "F", rank), self._pass_seconds(candidate, "B", rank)))
-            microbatch = self._microbatch(*passes[-1])
-            microbatches.append(microbatch)
-            times += [sum(microbatch.values())] * rank.count
-            weights += [self._weight_gradients(candidate, rank) if candidate.split else 0.0] * rank.count
-        slowest = max(microbatches, key=lambda microbatch: sum(microbatch.values()))
-        terms = {name: candidate.microbatches * seconds for name, seconds in slowest.items()}
+        # The work of a rank → its forward and backward of one microbatch, the terms of these, and the seconds of weight
+        # gradients that a split backward delays. Many ranks have equal work.
+        works = [(rank.blocks, rank.ends) for rank in self._ranks.of(candidate)]
+        passes, microbatches, delayed = {}, {}, {}
+        for work, rank in zip(works, self._ranks.of(candidate), strict=True):
+            if work not in passes:
+                passes[work] = self._pass_seconds(candidate, "F", rank), self._pass_seconds(candidate, "B", rank)
+                microbatches[work] = self._microbatch(*passes[work])
+                delayed[work] = self._weight_gradients(candidate, rank) if candidate.split else 0.0
+        seconds = {work: sum(microbatch.values()) for work, microbatch in microbatches.items()}
+        times, weights = [seconds[work] for work in works], [delayed[work] for work in works]
+        slowest = max(works, key=seconds.__getitem__)
+        terms = {name: candidate.microbatches * spent for name, spent in microbatches[slowest].items()}
         pair = _pair(self.profile, candidate.data * candidate.tp)
         send = collective(self.profile, "send", round(self._sends * candidate.rows), pair).seconds
         terms["bubble"] = pipelined(candidate, times, send, weights) - candidate.microbatches * max(times)
         elements = max(self._ranks.elements(candidate))
         terms["compute"] += self._units.copies(candidate, elements, 1)
-        of_slowest = passes[microbatches.index(slowest)]
+        of_slowest = passes[slowest]
         terms["host"] += self._job_host(candidate, *of_slowest)
         # The other ranks wait for it: no rank begins before the one before it has gathered, or ends before the one after it.
         terms["bubble"] += (candidate.pp - 1) * self._once_host(candidate, *of_slowest)

@@ -38,6 +38,7 @@ from meshwright.search.result import Proposal, SearchResult
 from meshwright.search.shardings import Shardings
 from meshwright.search.sizes import DP_SHARD, MANY_ROWS
 from meshwright.search.space import Candidate, Family, Sharding, candidates, divisors
+from meshwright.search.stages import StageCuts
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -108,7 +109,7 @@ class _Model:
         fixed = {key: value for key, value in self.options.items() if key not in SEARCHED or key == "sequence_parallel"}
         rows = repeat_rows(self.batch, MANY_ROWS * DP_SHARD)
         accelerator = not self.profile.cores
-        return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm, accelerator)
+        return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm, accelerator=accelerator)
 
     def estimated(self, estimate: CandidateEstimate, blocks: Sequence[str]) -> Proposal:
         """The plan of an estimated candidate. ``blocks``: the names of the repeated blocks."""
@@ -188,13 +189,17 @@ class _Space:
         tps = sorted(sharding.tp for sharding in layer_costs)
         blocks = max(costs.blocks for costs in layer_costs.values())
         alone = blocks and 1 in tps  # a plan may ask for slices of tp
-        sends = rehearsals.sends() if alone and devices > 1 else None
+        parts = rehearsals.stage_parts() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
-        estimator_of = partial(Estimator, model.profile, recomputed=recomputed, sends=sends or 0.0, itemsize=itemsize)
+        cuts = StageCuts(parts, blocks, model.rows) if parts else None
+        sends = parts.received if parts else 0.0
+        estimator_of = partial(
+            Estimator, model.profile, recomputed=recomputed, sends=sends, itemsize=itemsize, cuts=cuts
+        )
         concurrent = _may_have_branches(rehearsals, tps, options)
         with_branches = partial(estimator_of, layer_costs)
         branches = _branch_costs(rehearsals, tps, with_branches, tell) if concurrent else {}
-        staged = blocks if sends is not None else 0
+        staged = blocks if parts is not None else 0
 
         def estimated(costs: Mapping[Sharding, LayerCosts]) -> tuple[Estimator, tuple[CandidateEstimate, ...]]:
             """All candidates with these shardings."""

@@ -27,7 +27,7 @@ from meshwright.recipe import Recipe
 from meshwright.schedule import Action
 from meshwright.search.calls import NO_CALLS, Calls, ExchangeKey, Line, OpKey
 from meshwright.search.chains import Chain, chains_of
-from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, FEW_ROWS, line_through
+from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS, line_through
 from meshwright.search.step_memory import StepMemory, Temporaries, at_end, last_step_phases, temporaries
 
 OF_UNITS = frozenset([
@@ -67,6 +67,7 @@ class LayerCosts:
         persistent: bytes per element that live between steps, without the batch.
         batch: bytes per row of the batch.
         activations: bytes per row that a block stores for its backward.
+        before: bytes per row that the layers before all blocks store for theirs.
         full: at the peak of forward and backward while all blocks keep their activations, besides these.
         within: at the peak of the backward of the block before the last one, besides all activations.
         drained: at the peak after that, besides all activations.
@@ -86,6 +87,7 @@ class LayerCosts:
     persistent: float
     batch: float
     activations: float
+    before: float
     full: Temporaries
     within: Temporaries
     drained: Temporaries
@@ -152,6 +154,7 @@ def layer_costs_of(
     """
     numbers = [len(blocks) for blocks in kinds]
     names = [name for blocks in kinds for name in blocks]
+    # The batch with many rows is there beside that with few.
     low, high, *longer = (StepMemory.of_trace(trace, names) for trace in (base, wide, *more))
     differences = [max(0, memory.compute - low.compute) for memory in longer]
     of_all_blocks = sum(number * nbytes for number, nbytes in zip(numbers, differences, strict=True))
@@ -162,9 +165,9 @@ def layer_costs_of(
     forward, backward = (_pass_calls(base, wide, more, numbers, kind, tp) for kind in "FB")
     return LayerCosts(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward,
-        low.parameters / (_local_elements(recipe) / DP_SHARD) + update.optimizer, low.batch / FEW_ROWS,
-        activations, full, within, drained, update.temporary, update.calls, update.number, _tensors(recipe, kinds), tied,
-        chains_of(recipe, kinds),
+        low.parameters / (_local_elements(recipe) / DP_SHARD) + update.optimizer, (high.batch - low.batch) / MANY_ROWS,
+        activations, low.before / FEW_ROWS, full, within, drained, update.temporary, update.calls, update.number,
+        _tensors(recipe, kinds), tied, chains_of(recipe, kinds),
     )  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from meshwright.search.calls import line_value
 from meshwright.search.layer_costs import LayerCosts
-from meshwright.search.pipeline import in_flight
 from meshwright.search.ranks import PipelineRanks, Rank
 from meshwright.search.sizes import DP_SHARD
 from meshwright.search.space import Candidate, Sharding
 from meshwright.search.step_memory import Temporaries
 
+_OPEN = 2  # transfers of a rank that have begun and not ended: one each way
 REDUCED = 4  # bytes per element of a gradient in a reduction: float32
 
 
@@ -22,6 +22,7 @@ class MemoryEstimator:
 
     Args:
         ranks: the ranks of the pipeline axis.
+        sends: bytes per row that a stage of a pipeline sends to the next.
         share: candidate → activations of a rank / those in ``layer_costs``.
     """
 
@@ -30,13 +31,14 @@ class MemoryEstimator:
         layer_costs: Mapping[Sharding, LayerCosts],
         ranks: PipelineRanks,
         recomputed: float,
+        sends: float,
         itemsize: int,
         reduced: int,
         share: Callable[[Candidate], float] = lambda candidate: 1.0,
         *,
         gathers: bool,
     ) -> None:
-        self._share = share
+        self._share, self._sends = share, sends
         self._layer_costs, self._ranks, self._recomputed = layer_costs, ranks, recomputed
         self._itemsize, self._reduced, self._gathers = itemsize, reduced, gathers
 
@@ -44,20 +46,19 @@ class MemoryEstimator:
         """Peak bytes of the rank that needs most memory: of a pipeline, usually the first or the last."""
         elements = self._ranks.elements(candidate)
         return max(
-            self._peak(candidate, rank, index, number)
-            for index, (rank, number) in enumerate(zip(self._ranks.of(candidate), elements, strict=True))
+            self._peak(candidate, rank, number)
+            for rank, number in zip(self._ranks.of(candidate), elements, strict=True)
         )
 
-    def _peak(self, candidate: Candidate, rank: Rank, index: int, elements: float) -> float:
+    def _peak(self, candidate: Candidate, rank: Rank, elements: float) -> float:
         """Peak bytes of a rank, in the forwards and backwards or in the update, whichever needs more.
 
         Args:
             rank: the rank of the pipeline axis.
-            index: its place among ``PipelineRanks.of``.
             elements: its parameter elements, before sharding.
         """
         layer_costs = self._layer_costs[candidate.sharding]
-        stored = self._stored(candidate, rank, in_flight(candidate, candidate.pp - 1 if "last" in rank.ends else index))
+        stored = self._stored(candidate, rank)
         last, next_to_last = self._freed(candidate, rank)
         levels = [
             stored + last + self._temporaries(candidate, layer_costs.within, elements, reducing=False),
@@ -77,12 +78,23 @@ class MemoryEstimator:
             + max(gradients + max(levels), layer_costs.updating * local_elements)
         )
 
-    def _stored(self, candidate: Candidate, rank: Rank, microbatches: float) -> float:
-        """Bytes that a rank's blocks store for the backwards of the microbatches in flight."""
-        layer_costs, kept = self._layer_costs[candidate.sharding], self._kept(candidate, rank)
+    def _stored(self, candidate: Candidate, rank: Rank) -> float:
+        """Bytes that a rank stores for the backwards of the microbatches in flight.
+
+        Without a pipeline, what comes before all blocks is part of ``LayerCosts.full``. With sequence parallelism, a stage
+        keeps what it receives, beside the part of the sequence that its first block stores. Some transfers are on their way.
+        """
+        layer_costs = self._layer_costs[candidate.sharding]
+        kept = self._kept(candidate, rank) / rank.blocks if rank.blocks else 1.0
         per_recomputed_block = self._recomputed / (layer_costs.tp if layer_costs.sequence else 1)
-        per_row = kept * layer_costs.activations + (rank.blocks - kept) * per_recomputed_block
-        return self._share(candidate) * microbatches * per_row * candidate.rows
+        per_row = rank.held * (kept * layer_costs.activations + (1 - kept) * per_recomputed_block)
+        if candidate.pp > 1:
+            # What enters the first block is part of what this block stores.
+            before = max(0.0, layer_costs.before - self._sends / (layer_costs.tp if layer_costs.sequence else 1))
+            per_row += rank.held_first * before + _OPEN * self._sends
+        if layer_costs.tp > 1 and layer_costs.sequence:
+            per_row += rank.held_received * self._sends
+        return self._share(candidate) * per_row * candidate.rows
 
     def _freed(self, candidate: Candidate, rank: Rank) -> tuple[float, float]:
         """What a rank stores less, or has in addition, in the backward of its last block and of the one before: bytes.
@@ -95,10 +107,12 @@ class MemoryEstimator:
             return 0.0, -block if kept > 1 else 0.0
         return (0.0, 0.0) if kept else (block, block)
 
-    @staticmethod
-    def _kept(candidate: Candidate, rank: Rank) -> int:
-        """The number of a rank's blocks that do not recompute."""
-        return min(candidate.saved_blocks, rank.blocks) if candidate.recompute else rank.blocks
+    def _kept(self, candidate: Candidate, rank: Rank) -> int:
+        """The number of a rank's blocks that do not recompute: these are spread evenly over all blocks."""
+        if not candidate.recompute:
+            return rank.blocks
+        blocks = self._layer_costs[candidate.sharding].blocks
+        return round(rank.blocks * candidate.saved_blocks * candidate.pp / blocks) if blocks else 0
 
     def _temporaries(
         self, candidate: Candidate, temporaries: Temporaries, elements: float, *, reducing: bool = True

@@ -6,6 +6,7 @@ The schedules are 1F1B, interleaved 1F1B and zero bubble (ZB-H1); estimate.py ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from meshwright.search.space import Candidate
 
@@ -43,9 +44,9 @@ def period(candidate: Candidate, times: Sequence[float], send: float) -> float:
         max over r of T of r, and of (Σ of T from r on + 2 (sends behind r)) / in flight(r)
     """
     last = candidate.pp * candidate.chunks - 1
-    # The ranks between have equal times, so the bound rises or falls monotonically over them: its ends suffice.
-    rank_indices = (0, 1) if candidate.chunks == 1 else (0,)
-    returns = ((sum(times[r:]) + 2 * (last - r) * send) / in_flight(candidate, r) for r in rank_indices)
+    rank_indices = range(candidate.pp) if candidate.chunks == 1 else (0,)
+    later = [*accumulate(reversed(times))][::-1]
+    returns = ((later[r] + 2 * (last - r) * send) / in_flight(candidate, r) for r in rank_indices)
     return max(*times, *returns)
 
 

@@ -32,6 +32,7 @@ from meshwright.search.branch_costs import BranchCosts
 from meshwright.search.layer_costs import LayerCosts, UpdateCosts, layer_costs_of
 from meshwright.search.sizes import DP_SHARD, FEW_BLOCKS, FEW_ROWS, MANY_ROWS
 from meshwright.search.space import Sharding
+from meshwright.search.stages import StageParts
 from meshwright.search.step_memory import StepMemory
 
 ALONE = Sharding(1)
@@ -115,16 +116,18 @@ class Rehearsals:
             return None
         return self._layer_costs(self._few, most, self._alone[2])
 
-    def sends(self) -> float | None:
-        """Bytes per row that a pipeline stage sends to the next; None if the model cannot be cut into stages."""
+    def stage_parts(self) -> StageParts | None:
+        """The parts of the model as a pipeline is cut; None if it cannot be cut into stages."""
         plan = Plan.parse({**self.options, "mesh": {"pp": 2}, "microbatches": 1})
-        batch = take_rows(self.batch, 0, 1)
-        base = pruned(self._few.most, self._few.base)
+        batch = take_rows(self.batch, 0, FEW_ROWS)
+        few = pruned(self._few.most, self._few.base)
         try:
-            recipe = rehearsal_of(base, batch, plan, self.loss, self.optimizer, None).recipe
+            rehearsal = rehearsal_of(few, batch, plan, self.loss, self.optimizer, None)
+            graph = rehearsal.planned.graph(lambda model: rehearsal.loss(call_model(model, copied(batch))))
         except PlanError:
             return None
-        return float(max(stage.sends for stage in recipe.stages))
+        sizes = {name: p.numel() * p.element_size() for name, p in rehearsal.planned.model.named_parameters()}
+        return StageParts.of_graph(graph, self._few.kinds, sizes, FEW_ROWS)
 
     def branch_costs(self, tp: int, *, few: bool = False) -> BranchCosts | None:
         """The branches of the model on slices of ``tp`` ranks; None if what is found cannot run at the same time.

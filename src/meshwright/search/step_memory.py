@@ -79,11 +79,13 @@ class StepMemory:
     Attributes:
         parameters: of parameters and buffers.
         batch: those of the batch.
+        before: of the activations that the layers before all blocks store.
         moments: of the forward and the backward, in order.
     """
 
     parameters: int
     batch: int
+    before: int
     moments: tuple[MomentMemory, ...]
 
     @classmethod
@@ -93,14 +95,15 @@ class StepMemory:
         actions = [phase for phase in last_step_phases(levels) if isinstance(phase.label, Action)]
         moments = [moment for phase in actions for moment in phase.moments]
         kinds = levels.kinds(moment.at for moment in moments)
-        freed = _freed(levels, blocks, [moment.at for moment in moments])
+        activations = _Activations(levels, blocks, [moment.at for moment in moments])
         batch = max(kinds[moment.at].get(BATCH, 0) for moment in moments)
         memories = tuple(
-            _moment_memory(m.nbytes, kinds[m.at], number) for m, number in zip(moments, freed, strict=True)
+            _moment_memory(m.nbytes, kinds[m.at], number)
+            for m, number in zip(moments, activations.freed(), strict=True)
         )
         end = at_end(levels)
         parameters = levels.persistent - end.get(BATCH, 0) - end.get(OPTIMIZER, 0)
-        return cls(parameters, batch, memories)
+        return cls(parameters, batch, activations.before_blocks(), memories)
 
     @property
     def compute(self) -> int:
@@ -140,20 +143,41 @@ def _moment_memory(nbytes: int, kinds: Mapping[str, int], freed: float) -> Momen
     return MomentMemory(kinds.get(ACTIVATIONS, 0), freed, unsharded, communication, nbytes - counted)
 
 
-def _freed(levels: Levels, blocks: Collection[str], after: Sequence[int]) -> list[float]:
-    """After each of these events, the number of blocks without activations: 1 - activations / most activations, summed."""
-    kinds = kinds_of(levels.trace)
-    storages = defaultdict[str, set[int]](set)
-    block_of = cache(lambda module: next((b for b in blocks if module == b or module.startswith(b + ".")), None))
-    for event in levels.trace.events:
-        if isinstance(event, Allocated) and kinds[event.storage] == ACTIVATIONS and (block := block_of(event.module)):
-            storages[block].add(event.storage)
-    freed = [0.0] * len(after)
-    for of_block in storages.values():
-        nbytes = levels.nbytes(of_block, after)
-        most = max(nbytes[at] for at in after)
-        freed = [number + (1 - nbytes[at] / most if most else 0.0) for number, at in zip(freed, after, strict=True)]
-    return freed
+class _Activations:
+    """The activations of the last step of a trace: those of blocks, and those before all blocks.
+
+    Args:
+        blocks: names of blocks.
+        after: events, in order, after which they are counted.
+    """
+
+    def __init__(self, levels: Levels, blocks: Collection[str], after: Sequence[int]) -> None:
+        self._levels, self._after = levels, after
+        self._of_blocks, self._before = defaultdict[str, set[int]](set), set[int]()
+        kinds = kinds_of(levels.trace)
+        block_of = cache(lambda module: next((b for b in blocks if module == b or module.startswith(b + ".")), None))
+        begun = False  # the first block of the last step
+        for at, event in enumerate(levels.trace.events):
+            if isinstance(event, Allocated) and kinds[event.storage] == ACTIVATIONS:
+                if block := block_of(event.module):
+                    self._of_blocks[block].add(event.storage)
+                    begun |= at >= after[0]
+                elif not begun:
+                    self._before.add(event.storage)
+
+    def freed(self) -> list[float]:
+        """After each event, the number of blocks without activations: 1 - activations / most activations, summed."""
+        freed = [0.0] * len(self._after)
+        for of_block in self._of_blocks.values():
+            nbytes = self._levels.nbytes(of_block, self._after)
+            most = max(nbytes[at] for at in self._after)
+            fractions = (1 - nbytes[at] / most if most else 0.0 for at in self._after)
+            freed = [number + fraction for number, fraction in zip(freed, fractions, strict=True)]
+        return freed
+
+    def before_blocks(self) -> int:
+        """The most bytes of what is stored before all blocks, once the last step has begun; 0 if there are no blocks."""
+        return max(self._levels.nbytes(self._before, self._after).values()) if self._of_blocks else 0
 
 
 def temporaries(low: StepMemory, high: StepMemory, blocks: int, activations: float) -> tuple[Temporaries, ...]:
