@@ -16,7 +16,7 @@
 | branches at the same time | on one device · (rest + slowest branch) / (rest + all) + exchange | `BranchCosts.slowest` |
 | ranks that share CPU cores | max(T, ranks · work / cores) | `Estimator._shared_cores` |
 | ranks that wait for each other | T · skew(T / collectives and receives) | `Estimator._synchronizations` |
-| peak memory of a rank | batch + persistent · e + max(gradients + stored + other, updating · e) | `MemoryEstimator._peak` |
+| peak memory of a rank | batch + persistent · e + max(gradients + stored + other, updating · e) | `MemoryEstimator` |
 | what its stages store | Σ in flight · (activations + received over tp) · rows + 2 sent | `MemoryEstimator._stored` |
 | other bytes, at each of three peaks | gathered + computed + communication | `MemoryEstimator._temporaries` |
 | blocks that keep their activations | as many as fit: each block saves equal seconds per byte | `MemoryEstimator.selected` |

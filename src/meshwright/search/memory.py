@@ -58,7 +58,14 @@ class MemoryEstimator:
             elements: its parameter elements, before sharding.
         """
         layer_costs = self._layer_costs[candidate.sharding]
-        stored = self._stored(candidate, rank)
+        local_elements = elements / candidate.dp_shard
+        batch = layer_costs.batch * candidate.rows * candidate.microbatches
+        computing, updating = self._computing(candidate, rank, elements), layer_costs.updating * local_elements
+        return batch + layer_costs.persistent * local_elements + max(computing, updating)
+
+    def _computing(self, candidate: Candidate, rank: Rank, elements: float) -> float:
+        """Bytes at the peak of the forwards and backwards, besides those that live between steps. Arguments: see ``_peak``."""
+        layer_costs, stored = self._layer_costs[candidate.sharding], self._stored(candidate, rank)
         last, next_to_last = self._freed(candidate, rank)
         levels = [
             stored + last + self._temporaries(candidate, layer_costs.within, elements, reducing=False),
@@ -68,15 +75,14 @@ class MemoryEstimator:
             levels.append(stored + self._temporaries(candidate, layer_costs.full, elements))
         if rank.ends:
             levels.append(self._temporaries(candidate, layer_costs.drained, elements))
-        # Accumulated gradients stay unsharded until the backward of the last microbatch.
-        gradients = elements * self._reduced if candidate.microbatches > 1 else 0.0
-        local_elements = elements / candidate.dp_shard
-        batch = layer_costs.batch * candidate.rows * candidate.microbatches
-        return (
-            batch
-            + layer_costs.persistent * local_elements
-            + max(gradients + max(levels), layer_costs.updating * local_elements)
-        )
+        most = max(levels)
+        if candidate.microbatches == 1:
+            return most
+        # Gradients accumulate unsharded until the backward of the last microbatch. If all microbatches are in flight at once,
+        # the first backward has none yet.
+        all_in_flight = rank.held == rank.blocks * candidate.microbatches
+        first = stored / candidate.microbatches if all_in_flight else 0.0
+        return max(most, most - first + elements * self._reduced)
 
     def _stored(self, candidate: Candidate, rank: Rank) -> float:
         """Bytes that a rank stores for the backwards of the microbatches in flight.
