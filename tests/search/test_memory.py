@@ -1,5 +1,7 @@
 """The memory that a search estimates, against predictions: of models that recompute all of their blocks, some of them, or none."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -55,9 +57,16 @@ def estimator():
     return Estimator(GPU, costs, rehearsals.recomputed(), parts.received, 4, cuts=cuts), rehearsals.blocks
 
 
-@pytest.mark.parametrize("rows", [2, 32])
-@pytest.mark.parametrize("saved", [None, 0, 4])
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1)])
+MESHES = [(1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (4, 1, 1)]
+QUICK = [((1, 4, 1), None, 2), ((1, 4, 1), 4, 32), ((1, 2, 2), 0, 32), ((4, 1, 1), 4, 2)]
+
+
+def cases(every, quick):
+    """All of them; the tests of a commit run the quick ones."""
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.proof) for case in every]
+
+
+@pytest.mark.parametrize("mesh, saved, rows", cases([*product(MESHES, (None, 0, 4), (2, 32))], QUICK))
 def test_the_estimate_is_that_of_a_prediction(estimator, mesh, saved, rows):
     """Few rows: what FSDP2 gathers and reduces is most of the peak. Many rows: what a recomputed block needs is."""
     estimates, blocks = estimator
@@ -68,9 +77,12 @@ def test_the_estimate_is_that_of_a_prediction(estimator, mesh, saved, rows):
     assert estimates.memory.peak(one) == pytest.approx(predicted, rel=0.06)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+PIPELINES = [((2, 1, 1), 1), ((4, 1, 1), 1), ((2, 1, 2), 1), ((2, 1, 2), 2), ((2, 2, 1), 2)]
+QUICK_PIPELINES = [((4, 1, 1), 1, False), ((2, 1, 2), 1, True), ((2, 1, 2), 2, False)]
+
+
 @pytest.mark.parametrize(
-    "mesh, chunks", [((2, 1, 1), 1), ((4, 1, 1), 1), ((2, 1, 2), 1), ((2, 1, 2), 2), ((2, 2, 1), 2)]
+    "mesh, chunks, recompute", cases([(*case, how) for case in PIPELINES for how in (False, True)], QUICK_PIPELINES)
 )
 def test_the_estimate_of_a_pipeline_is_that_of_a_prediction(estimator, mesh, chunks, recompute):
     """Each stage holds microbatches as its schedule does, what its blocks store of them, and over tp what it received."""
