@@ -17,7 +17,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.graph import Event, ModelGraph, Value
-from meshwright.planning.pipeline import RECEIVED, SLACK, Costs, StageMemory, choose_cuts, usual_crossing
+from meshwright.planning.pipeline import RECEIVED, SLACK, Costs, StageMemory, choose_cuts, free_crossing
 from meshwright.schedule import make_schedule, microbatches_held, most_in_flight
 
 SIZES = {"p0": 1, "p1": 2, "p2": 5, "p3": 20}  # bytes of parameters
@@ -50,8 +50,8 @@ def programs(draw: st.DrawFn) -> tuple[ModelGraph, list[float], Pinned, bool]:
 def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, list[float], Pinned, bool]) -> None:
     graph, held, pinned, empty = given_
     n, stages, memory_of_stages = len(graph.events), len(held), StageMemory(SIZES, held)
-    usual = usual_crossing(graph, range(1, n))
-    crossing_at = Costs(graph, memory_of_stages, range(n + 1), usual).crossing
+    free = free_crossing(graph, range(1, n))
+    crossing_at = Costs(graph, memory_of_stages, range(n + 1), free).crossing
 
     def runs(cuts: Sequence[int]) -> list[tuple[int, int]]:
         return list(pairwise((0, *cuts, n)))
@@ -61,7 +61,7 @@ def test_the_cuts_are_the_best_of_all(given_: tuple[ModelGraph, list[float], Pin
         return said and all(start < stop for start, stop in runs(cuts) if not empty or stop == n)
 
     def work_of(start: int, stop: int) -> float:
-        return sum(e.work for e in graph.events[start:stop]) + RECEIVED * max(0, crossing_at[start] - usual)
+        return sum(e.work for e in graph.events[start:stop]) + RECEIVED * max(0, crossing_at[start] - free)
 
     def work(cuts: Sequence[int]) -> float:
         """Starting later never counts as more."""

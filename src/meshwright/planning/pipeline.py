@@ -10,8 +10,8 @@ A cut is a position in the recorded program (graph.py). It may be anywhere excep
 Three steps choose among the positions (planning/partition.py): find the smallest possible maximum of a stage's work; within
 ``SLACK`` of it, the smallest possible maximum of a stage's memory; within ``SLACK`` of both, the fewest bytes that cross cuts.
 
-Work includes the receipt of more bytes than most cuts send. A position is left out, as long as others suffice, if a stage that
-begins there has as much work as one that begins earlier: that of a loss alone, for example, would receive all logits.
+Work includes the receipt of far more bytes than cuts usually send. A position is left out, as long as others suffice, if a
+stage that begins there has as much work as one that begins earlier: a loss alone, for example, would receive all logits.
 
 An early stage holds the activations of more microbatches (``schedule.microbatches_held``), so it gets fewer blocks where their
 work allows it.
@@ -39,6 +39,7 @@ SLACK = 1.03
 RECEIVED = 67 * INTENSITY
 """Operations in the time in which a byte is received, over a network of 400 Gbit/s for each device: 67 times the time in which
 an H100 moves one (hardware/profiles/h100-sxm.yaml). Pipelines are what goes over nodes; within a node it is 7 times."""
+FREE = 4  # times the bytes that cuts usually send: so many are received without a charge
 
 
 @dataclass(frozen=True)
@@ -162,18 +163,18 @@ class Costs:
         graph: the recorded program.
         memory: of the stages.
         marks: positions, from 0 to the program's end.
-        usual: bytes that a cut sends without a charge to the stage that receives them.
+        free: bytes that a stage receives without a charge.
 
     Attributes:
         crossing: mark → bytes of the values that a cut there sends to the next stage.
     """
 
-    def __init__(self, graph: ModelGraph, memory: StageMemory, marks: Sequence[int], usual: float) -> None:
+    def __init__(self, graph: ModelGraph, memory: StageMemory, marks: Sequence[int], free: float) -> None:
         self.memory = memory
         work, stored, crossing = _work(graph), stored_bytes(graph, memory.recomputed), crossing_bytes(graph)
         self.crossing = [crossing[mark] for mark in marks]
         self._work, self._stored = [work[mark] for mark in marks], [stored[mark] for mark in marks]
-        charges = (RECEIVED * max(0, received - usual) for received in self.crossing)
+        charges = (RECEIVED * max(0, received - free) for received in self.crossing)
         self._work_before = _rising(map(sub, self._work, charges))
         self._stored_before = _rising(map(sub, self._stored, self.crossing))
         self._parameters = [_parameters_of(graph, start, stop) for start, stop in pairwise(marks)]
@@ -272,24 +273,24 @@ def choose_cuts(
         empty: whether a stage but the last may have nothing to do.
     """
     for begins in (_worthwhile(graph, positions), positions):
-        cuts = _cuts_at(graph, begins, memory, pinned, usual_crossing(graph, positions), empty=empty)
+        cuts = _cuts_at(graph, begins, memory, pinned, free_crossing(graph, positions), empty=empty)
         if cuts is not None:
             return cuts
     return None
 
 
-def usual_crossing(graph: ModelGraph, positions: Sequence[int]) -> float:
-    """The median of the bytes that a cut at one of these positions sends."""
+def free_crossing(graph: ModelGraph, positions: Sequence[int]) -> float:
+    """``FREE`` times the median of the bytes that a cut at one of these positions sends."""
     crossing = crossing_bytes(graph)
-    return median([crossing[position] for position in positions] or [0])
+    return FREE * median([crossing[position] for position in positions] or [0])
 
 
 def _worthwhile(graph: ModelGraph, positions: Sequence[int]) -> list[int]:
     """The positions at which a stage has less work, with what it receives, than if it began at an earlier one."""
-    work, crossing, usual = _work(graph), crossing_bytes(graph), usual_crossing(graph, positions)
+    work, crossing, free = _work(graph), crossing_bytes(graph), free_crossing(graph, positions)
     most, worthwhile = 0.0, list[int]()
     for position in positions:
-        saved = work[position] - RECEIVED * max(0, crossing[position] - usual)
+        saved = work[position] - RECEIVED * max(0, crossing[position] - free)
         if saved >= most:
             most = saved
             worthwhile.append(position)
@@ -301,15 +302,15 @@ def _cuts_at(
     positions: Sequence[int],
     memory: StageMemory,
     pinned: Mapping[int, frozenset[int]],
-    usual: float,
+    free: float,
     *,
     empty: bool,
 ) -> list[int] | None:
-    """``choose_cuts`` among positions of which none is left out. ``usual``: see ``Costs``."""
+    """``choose_cuts`` among positions of which none is left out. ``free``: see ``Costs``."""
     marks, stages = [0, *positions, len(graph.events)], len(memory.held)
     if len(marks) <= stages and not empty:
         return None
-    costs = Costs(graph, memory, marks, usual)
+    costs = Costs(graph, memory, marks, free)
     runs = CutPlans(len(marks) - 1, [_by_pins(marks, pinned, k) for k in range(stages)], empty)
     work = runs.smallest(costs.most_work(), lambda limit: [costs.by_work(limit)] * stages)
     if work is None:

@@ -64,8 +64,8 @@ class StageParts:
     @classmethod
     def of_graph(
         cls, graph: ModelGraph, kinds: Sequence[Sequence[str]], sizes: Mapping[str, int], rows: int
-    ) -> StageParts:
-        """The parts of a recorded model with few blocks.
+    ) -> StageParts | None:
+        """The parts of a recorded model with few blocks; None if it calls none of its blocks.
 
         Args:
             kinds: for each kind of blocks, the names of its blocks in the full model.
@@ -75,6 +75,8 @@ class StageParts:
         counter = _Counter(graph, sizes, rows)
         numbers = {name: len(kind) for kind in kinds for name in kind}
         calls = {c.module: (c.start, c.stop) for c in graph.calls.values() if c.module in numbers and c.start < c.stop}
+        if not calls:
+            return None
         weights = {name: numbers[name] / sum(numbers[other] for other in calls) for name in calls}
         parts = {name: counter.part(*span) for name, span in calls.items()}
         block = Part(*(
