@@ -129,7 +129,7 @@ def in_one_process() -> Iterator[None]:
 def cut_at(choose: Callable[[Sequence[int]], list[int]]) -> Iterator[None]:
     """For the time of a ``with``, stages begin where ``choose`` says, of the positions where they may begin."""
     before = planned.choose_cuts
-    planned.choose_cuts = lambda graph, places, stages, sizes, pinned: choose(places) or None  # type: ignore[assignment]
+    planned.choose_cuts = lambda graph, places, memory, pinned: choose(places) or None  # type: ignore[assignment]
     try:
         yield
     finally:
