@@ -156,8 +156,8 @@ def parameter_copies(shards: int) -> float:
 class Costs:
     """The cost of a stage from one mark to another: work, and memory. A mark is a position at which a stage may begin or end.
 
-    What a stage receives is in both. So that a cost never rises as the stage begins later, it counts as at most that of
-    beginning at an earlier mark.
+    Both include what the stage receives. A stage that begins later may receive more. Then the cost from an earlier mark counts,
+    as the search for cuts needs costs that never rise with a later begin.
 
     Args:
         graph: the recorded program.
@@ -272,8 +272,9 @@ def choose_cuts(
         pinned: position of an event → the stages it may be on.
         empty: whether a stage but the last may have nothing to do.
     """
-    for begins in (_worthwhile(graph, positions), positions):
-        cuts = _cuts_at(graph, begins, memory, pinned, free_crossing(graph, positions), empty=empty)
+    free = free_crossing(graph, positions)
+    for begins in (_worthwhile(graph, positions, free), positions):
+        cuts = _cuts_at(graph, begins, memory, pinned, free, empty=empty)
         if cuts is not None:
             return cuts
     return None
@@ -285,9 +286,13 @@ def free_crossing(graph: ModelGraph, positions: Sequence[int]) -> float:
     return FREE * median([crossing[position] for position in positions] or [0])
 
 
-def _worthwhile(graph: ModelGraph, positions: Sequence[int]) -> list[int]:
-    """The positions at which a stage has less work, with what it receives, than if it began at an earlier one."""
-    work, crossing, free = _work(graph), crossing_bytes(graph), free_crossing(graph, positions)
+def _worthwhile(graph: ModelGraph, positions: Sequence[int], free: float) -> list[int]:
+    """The positions at which a stage has no more work, with what it receives, than if it began at an earlier one.
+
+    Args:
+        free: bytes that a stage receives without a charge.
+    """
+    work, crossing = _work(graph), crossing_bytes(graph)
     most, worthwhile = 0.0, list[int]()
     for position in positions:
         saved = work[position] - RECEIVED * max(0, crossing[position] - free)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from meshwright.schedule import microbatches_held
 from meshwright.search.space import Candidate
 
 
@@ -52,10 +53,8 @@ def period(candidate: Candidate, times: Sequence[float], send: float) -> float:
 
 def in_flight(candidate: Candidate, before: int) -> float:
     """The number of microbatches whose activations a rank stores at the peak. ``before``: ranks before it in the pipeline."""
-    if candidate.pp == 1:
-        return 1.0
     if candidate.chunks == 1:
-        return min(candidate.microbatches, candidate.pp if candidate.split else candidate.pp - before)
+        return microbatches_held(candidate.schedule, candidate.pp, candidate.pp, candidate.microbatches, before)
     return min(
         candidate.microbatches,
         ((candidate.chunks - 1) * candidate.pp + 2 * (candidate.pp - before - 1) + 1) / candidate.chunks,
