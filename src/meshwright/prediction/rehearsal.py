@@ -25,7 +25,7 @@ from meshwright.code_state import code_state_kept
 from meshwright.deferred import Build
 from meshwright.plan import Plan
 from meshwright.planned import Planned
-from meshwright.prediction.attention import dropout_in_kernel
+from meshwright.prediction.attention import attention_in_kernel
 from meshwright.prediction.blocks import PrunedModel
 from meshwright.prediction.copies import copies_of
 from meshwright.prediction.passing import pruned
@@ -158,7 +158,7 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
         rehearsed_world(rank, recipe.mesh.size),
         code_state_kept(rehearsal.planned.model),
         UNCOMPILED.on(),
-        dropout_in_kernel() if rehearsal.accelerator else nullcontext(),
+        attention_in_kernel() if rehearsal.accelerator else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # a run shows them

@@ -340,7 +340,7 @@ RESIZE = Patch(
 ATTENTION = Patch(
     nn.functional,
     "scaled_dot_product_attention",
-    "with dropout it is one kernel on an accelerator, but not on a CPU (prediction/attention.py)",
+    "with dropout or a trained mask it is one kernel on an accelerator, but not on a CPU (prediction/attention.py)",
     FOLLOWED,
 )
 
