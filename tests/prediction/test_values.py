@@ -8,6 +8,7 @@ from meshwright.prediction.values import SMALL
 from meshwright.private import FakeTensor
 
 ROWS = 8
+PLAN = {"mesh": "dp_shard=2", "rows": "split"}  # no trial runs the model with values
 
 
 class Notes:
@@ -41,7 +42,7 @@ def noted(make, batch=None):
         pass
 
     Model.make, Model.notes = staticmethod(make), notes
-    prediction = predict(Model, (torch.ones(ROWS, 4) if batch is None else batch,), "dp_shard=2", loss=itself)
+    prediction = predict(Model, (torch.ones(ROWS, 4) if batch is None else batch,), PLAN, loss=itself)
     return notes.items[-1], prediction.notes
 
 

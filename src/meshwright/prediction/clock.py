@@ -254,6 +254,12 @@ def last_step(trace: Trace) -> list[tuple[Action | str, list[Event]]]:
     return phases
 
 
+def forward_flops(trace: Trace) -> int:
+    """The floating-point operations of the forwards in the last step of a trace."""
+    forwards = [events for label, events in last_step(trace) if isinstance(label, Action) and label.kind == "F"]
+    return sum(event.flops for events in forwards for event in events if isinstance(event, Op))
+
+
 def before_last_step(trace: Trace) -> Trace:
     """The trace without its last step."""
     begins = [i for i, event in enumerate(trace.events) if isinstance(event, Began) and _is_step(event.label)]

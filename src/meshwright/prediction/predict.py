@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from meshwright.deferred import Build
+from meshwright.generators import random_numbers_kept
 from meshwright.hardware.collectives import Group, collective
 from meshwright.hardware.profile import NOTHING, Estimate, Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.clock import Phase
+from meshwright.prediction.coupling import coupling_of
 from meshwright.prediction.exchanges import Exchanges, summed
 from meshwright.prediction.measure import measured_rank
 from meshwright.prediction.memory import Memory
@@ -46,7 +48,8 @@ def predict(
     """Predicts the memory and seconds of a training step: forwards, backwards, clipping and the optimizer.
 
     It runs the run's own code for one rank of each role, without values and without other ranks, and allocates no parameter.
-    Call it in a plain process, not on a rank of a run.
+    (If the rows of a small model may be coupled, it also runs the trial of rows that a run begins with.) Call it in a plain
+    process, not on a rank of a run.
 
         prediction = predict(Model, batch, {"mesh": "dp_shard=8"}, hardware="h100")  # .peak in bytes, .seconds
 
@@ -65,7 +68,8 @@ def predict(
         PlanError: every problem of the plan or the profile.
     """
     profile = hardware if isinstance(hardware, Profile) else read_profile(hardware)
-    return RehearsedPlan.of(build, batch, plan, profile, loss, optimizer, max_norm, fold=fold).on(profile)
+    with random_numbers_kept():
+        return RehearsedPlan.of(build, batch, plan, profile, loss, optimizer, max_norm, fold=fold).on(profile)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,12 @@ class RehearsedPlan:
             build, batch, Plan.parse(plan), loss, make_optimizer, max_norm, accelerator=accelerator
         )
         roles = roles_of(rehearsal.recipe)
-        return cls(rehearsal.recipe, roles, rehearsed_roles(roles, rehearsal, profile, fold=fold))
+        predictor = rehearsed_roles(roles, rehearsal, profile, fold=fold)
+        note = coupling_of(build, rehearsal, batch_statistics=predictor.batch_statistics, flops=predictor.flops_of_row)
+        if note is not None:
+            rehearsal = rehearsal.with_all_rows(note)
+            predictor = rehearsed_roles(roles, rehearsal, profile, fold=fold)
+        return cls(rehearsal.recipe, roles, predictor)
 
     def on(self, profile: Profile) -> Prediction:
         """The memory and seconds of the step on this hardware."""

@@ -81,10 +81,20 @@ class Rehearsal:
     def recipe(self) -> Recipe:
         return self.planned.recipe
 
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch."""
+        return rows_of(with_shared(self.batch, self.recipe.shared_inputs))
+
     def passing_through(self, blocks: PrunedModel) -> Rehearsal:
         """This rehearsal with a model that passes its inputs through the blocks in ``blocks.blocks``."""
         build = pruned(self.build, blocks)
         return replace(self, build=build, planned=self.planned.of(build, blocks.recipe(self.recipe)))
+
+    def with_all_rows(self, note: str) -> Rehearsal:
+        """This rehearsal, if every data rank runs all rows. ``note``: says why, for a person."""
+        recipe = replace(self.recipe, rows="whole", notes=(*self.recipe.notes, note))
+        return replace(self, planned=self.planned.under(recipe))
 
     def shortened(self, count: int) -> Rehearsal:
         """This rehearsal with ``count`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
@@ -223,7 +233,7 @@ def _trace(rehearsal: Rehearsal, job: Job, fake: FakeTensorMode, steps: Sequence
 class RankRows:
     """The rows of the batch on one rank, divided into microbatches as ``Division`` divides them.
 
-    A rehearsal does not try how rows combine into the loss. If the plan does not say it, the rows are split.
+    A rehearsal does not try how rows combine into the loss. If the recipe does not say it, the rows are split.
     """
 
     def __init__(self, rehearsal: Rehearsal, rank: int) -> None:

@@ -22,7 +22,7 @@ from meshwright.hardware.profile import Profile
 from meshwright.names import pattern
 from meshwright.prediction.allocations import CPU, GPU
 from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
-from meshwright.prediction.clock import Clock, Phase, PhaseSeconds
+from meshwright.prediction.clock import Clock, Phase, PhaseSeconds, forward_flops
 from meshwright.prediction.composition import REHEARSED, Templates
 from meshwright.prediction.exchanges import module_pattern
 from meshwright.prediction.extrapolation import PhaseLevels, items_of, kinds_at, linear, phase_levels, phases_of
@@ -102,6 +102,20 @@ class RolePredictor:
         """The rehearsal of the base, and of each model with one more block."""
         models = [self._folding.base, *(pruned for pruned, _ in self._folding.more)]
         return [self._short.passing_through(blocks) for blocks in models]
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether a rehearsed forward computes statistics of several rows."""
+        return any(trace.batch_statistics for _, traces in self._traces.values() for trace in traces)
+
+    @property
+    def flops_of_row(self) -> float:
+        """Floating-point operations of a forward of one row, on all ranks together."""
+        total = 0.0
+        for role in self._roles:
+            base, *others = map(forward_flops, self._rehearsed(role)[1])
+            total += role.count * linear(base, others, self._weights(role))
+        return total / self._short.rows
 
     def _costs(self, profile: Profile) -> dict[int, RoleCosts]:
         return {role.rank: self._predict(role, profile) for role in self._roles}

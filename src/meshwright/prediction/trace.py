@@ -97,6 +97,7 @@ class Trace:
         assumed: (function, line of the model) of each read of a value that a rehearsal does not have.
         edges: the pairs of pipeline stages between which values are sent.
         ran_whole: (function, module, line of the model) of each function without a rule for shards: its inputs were gathered.
+        batch_statistics: whether a forward computes statistics of several rows.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -106,3 +107,4 @@ class Trace:
     assumed: tuple[tuple[str, str], ...] = ()
     edges: Edges = NO_EDGES
     ran_whole: tuple[tuple[str, str, str], ...] = ()
+    batch_statistics: bool = False

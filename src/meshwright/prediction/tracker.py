@@ -27,7 +27,7 @@ from meshwright.private import DEVICE, FakeTensor, TorchDispatchMode, pytree
 from meshwright.schedule import Action
 from meshwright.spmd.patches import RESIZE, changed_on
 from meshwright.spmd.tensor import GlobalTensor
-from meshwright.spmd.torch_functions import flops_of, op_facts
+from meshwright.spmd.torch_functions import flops_of, op_facts, takes_batch_statistics
 
 _REHEARSAL = os.path.join(os.path.dirname(__file__), "rehearsal.py")
 Now = Callable[[], Action | None]
@@ -128,6 +128,7 @@ class Tracker(TorchDispatchMode):
         # A mutable function writes into storages that exist already.
         for t in () if func._schema.is_mutable else outputs:
             self._number(t, _name(func))
+        self.trace.batch_statistics |= takes_batch_statistics(func, args, kwargs)
         flops = flops_of(func, args, kwargs, out)
         moved = moved_by(_name(func), args, kwargs, outputs)
         workspace = convolution_workspace(_name(func), args, out)

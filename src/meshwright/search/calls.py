@@ -50,6 +50,11 @@ class Calls:
         """The number of collectives between several ranks."""
         return sum(n for (_, ranks, _), n in self.exchanges.items() if ranks > 1)
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations with one row."""
+        return sum(n * line_value(flops, 1) for (_, _, flops, _), n in self.ops.items())
+
     def host(self, profile: Profile, seconds: float) -> float:
         """Seconds of the host. ``seconds``: of the host for each function."""
         return self.count * seconds + self.collectives * profile.host_collective

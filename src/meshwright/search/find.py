@@ -20,6 +20,7 @@ import torch
 
 from meshwright.deferred import Build
 from meshwright.errors import Findings, PlanError
+from meshwright.generators import random_numbers_kept
 from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan
@@ -88,7 +89,8 @@ def find_plans(
     batch = plain(batch)
     rows, optimizer = global_batch or rows_of(batch), optimizer or adamw_on(profile)
     model = _Model(build, batch, rows, profile, options, loss, optimizer, max_norm)
-    return _search(model, devices, top, verify=verify, tell=tell)
+    with random_numbers_kept():
+        return _search(model, devices, top, verify=verify, tell=tell)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class _Model:
     def rehearsals(self) -> Rehearsals:
         """Rehearsals of this model, with the settings that the search does not vary."""
         fixed = {key: value for key, value in self.options.items() if key not in SEARCHED or key == "sequence_parallel"}
+        if fixed.get("rows") == "whole":
+            del fixed["rows"]  # rehearsals are of few rows on each data rank
         rows = repeat_rows(self.batch, MANY_ROWS * DP_SHARD)
         accelerator = not self.profile.cores
         return Rehearsals(self.build, rows, fixed, self.loss, self.optimizer, self.max_norm, accelerator=accelerator)
@@ -158,6 +162,7 @@ class _Space:
         estimates: of every candidate.
         pipelines: whether pipelines are among the candidates; True also for one device, where there can be none.
         concurrent: whether parts of the model could run at the same time, in branches.
+        coupling: why every data rank runs all rows; None if each runs its own.
         blocks: the names of the repeated blocks.
         estimator: of the candidates.
     """
@@ -165,6 +170,7 @@ class _Space:
     estimates: tuple[CandidateEstimate, ...]
     pipelines: bool
     concurrent: bool
+    coupling: str | None
     blocks: tuple[str, ...]
     estimator: Estimator
 
@@ -200,6 +206,7 @@ class _Space:
         with_branches = partial(estimator_of, layer_costs)
         branches = _branch_costs(rehearsals, tps, with_branches, tell) if concurrent else {}
         staged = blocks if parts is not None else 0
+        coupling = rehearsals.coupling() if devices > 1 and 1 in tps and options.get("rows") != "whole" else None
 
         def estimated(costs: Mapping[Sharding, LayerCosts]) -> tuple[Estimator, tuple[CandidateEstimate, ...]]:
             """All candidates with these shardings."""
@@ -207,7 +214,8 @@ class _Space:
             every = [
                 *candidates(
                     devices, per_node, model.rows, tps, staged, options, recompute=bool(recomputed),
-                    branches=branches, shardings=[each for each in costs if each not in layer_costs],
+                    coupled=coupling is not None or options.get("rows") == "whole", branches=branches,
+                    shardings=[each for each in costs if each not in layer_costs],
                 )
             ]  # fmt: skip
             if options.get("recompute") is None:
@@ -218,7 +226,7 @@ class _Space:
         estimator, estimates = estimated(layer_costs)
         if others := shardings.others(layer_costs, _may_win(estimates, estimator, capacity)):
             estimator, estimates = estimated({**layer_costs, **others})
-        return cls(estimates, bool(staged) or devices == 1, concurrent, rehearsals.blocks, estimator)
+        return cls(estimates, bool(staged) or devices == 1, concurrent, coupling, rehearsals.blocks, estimator)
 
 
 def _may_win(estimates: Sequence[CandidateEstimate], estimator: Estimator, capacity: float) -> list[int]:
@@ -248,7 +256,11 @@ def _search(model: _Model, devices: int, top: int, *, verify: bool, tell: Callab
         raise reasons.nothing(space.estimates, memory, devices, model.rows, profile, model.options)
     return SearchResult(
         tuple(plans), len(space.estimates), len(fitting), reasons.frontier(fitting), rejected, tuple(reasons.why(plans)),
-        tuple(reasons.notes(model.options, pipelines=space.pipelines, concurrent=space.concurrent, best=plans[0])),
+        tuple(
+            reasons.notes(
+                model.options, pipelines=space.pipelines, concurrent=space.concurrent, coupling=space.coupling, best=plans[0]
+            )
+        ),
         space.estimator,
     )  # fmt: skip
 

@@ -76,6 +76,7 @@ class LayerCosts:
         updates: number of functions of clipping and the optimizer, as a line in the blocks of a rank.
         tensors: number of parameters, as a line in the blocks of a rank.
         chains: the chains of layers that tp shards.
+        batch_statistics: whether the forward computes statistics of several rows.
     """
 
     tp: int
@@ -97,6 +98,12 @@ class LayerCosts:
     tensors: Line
     tied: float = 0.0
     chains: tuple[Chain, ...] = ()
+    batch_statistics: bool = False
+
+    @property
+    def flops_of_row(self) -> float:
+        """Floating-point operations of a forward of one row."""
+        return self.blocks * self.forward.block.flops + self.forward.first.flops + self.forward.last.flops
 
     @cached_property
     def total_elements(self) -> float:
@@ -167,7 +174,7 @@ def layer_costs_of(
         tp, bool(recipe.sequence), sum(numbers), elements, forward, backward,
         low.parameters / (_local_elements(recipe) / DP_SHARD) + update.optimizer, (high.batch - low.batch) / MANY_ROWS,
         activations, low.before / FEW_ROWS, full, within, drained, update.temporary, update.calls, update.number,
-        _tensors(recipe, kinds), tied, chains_of(recipe, kinds),
+        _tensors(recipe, kinds), tied, chains_of(recipe, kinds), base.batch_statistics,
     )  # fmt: skip
 
 

@@ -135,15 +135,20 @@ def nothing(
     return findings.error()
 
 
-def notes(options: Mapping[str, Any], *, pipelines: bool, concurrent: bool, best: Proposal) -> Iterator[str]:
+def notes(
+    options: Mapping[str, Any], *, pipelines: bool, concurrent: bool, coupling: str | None, best: Proposal
+) -> Iterator[str]:
     """The notes of a search: what it did not look at, and branches.
 
     Args:
         options: settings of every plan.
         pipelines: whether pipelines were among the candidates.
         concurrent: whether parts of the model could run at the same time, in branches.
+        coupling: why every data rank runs all rows; None if each runs its own.
         best: the first plan.
     """
+    if coupling is not None:
+        yield coupling
     if concurrent and not best.estimate.candidate.branches:
         yield "branches: some modules could run at the same time, which is estimated to be slower"
     if options.get("branches") == "auto" and not concurrent:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.deferred import Build
 from meshwright.errors import PlanError
@@ -20,6 +20,7 @@ from meshwright.prediction.blocks import Folding, PrunedModel, folding_of
 from meshwright.prediction.branches.compare import PlannedRegions
 from meshwright.prediction.clock import before_last_step
 from meshwright.prediction.copies import copies_of
+from meshwright.prediction.coupling import coupling_of
 from meshwright.prediction.passing import pruned
 from meshwright.prediction.rehearsal import TWO_STEPS, MakeOptimizer, Rehearsal, RehearsedStep, rehearsal_of, rehearse
 from meshwright.prediction.shapes import Shapes
@@ -81,6 +82,22 @@ def _beyond(most: PrunedModel, less: PrunedModel) -> PrunedModel:
     return PrunedModel({block: stand_in for block, stand_in in less.blocks.items() if block not in most.blocks})
 
 
+class _Alone(NamedTuple):
+    """A model without tp.
+
+    Attributes:
+        full: its rehearsal.
+        few: the model with few blocks.
+        costs: of its layers.
+        update: the costs of its update.
+    """
+
+    full: Rehearsal
+    few: FewBlocks
+    costs: LayerCosts
+    update: UpdateCosts
+
+
 @dataclass(frozen=True)
 class Rehearsals:
     """Rehearses a model to compute the costs of its layers.
@@ -110,11 +127,11 @@ class Rehearsals:
         Options that say whether the sequence is sharded override the sharding.
         """
         if sharding.tp == 1:
-            return self._alone[1]
+            return self._alone.costs
         most = self._rehearsal(self._few.most, sharding)
         if all(p.local_shape(0) == p.shape for p in most.recipe.parameters):
             return None
-        return self._layer_costs(self._few, most, self._alone[2])
+        return self._layer_costs(self._few, most, self._alone.update)
 
     def stage_parts(self) -> StageParts | None:
         """The parts of the model as a pipeline is cut; None if it cannot be cut into stages."""
@@ -173,14 +190,21 @@ class Rehearsals:
 
     @property
     def _few(self) -> FewBlocks:
-        return self._alone[0]
+        return self._alone.few
+
+    def coupling(self) -> str | None:
+        """Why every data rank runs all rows, for a person; None if each runs its own, or if the options say it."""
+        alone = self._alone
+        return coupling_of(
+            self.build,
+            alone.full,
+            batch_statistics=alone.costs.batch_statistics,
+            flops=alone.costs.flops_of_row,
+        )
 
     @cached_property
-    def _alone(self) -> tuple[FewBlocks, LayerCosts, UpdateCosts]:
-        """(the model with few blocks, the costs of its layers without tp, those of its update).
-
-        All blocks run, if none can be passed through.
-        """
+    def _alone(self) -> _Alone:
+        """The model without tp. All blocks run, if none can be passed through."""
         seed = Plan.parse({**self.options, "mesh": "dp_shard=1"}).seed
         build = copies_of(self.build, seed)
         full = self._rehearsal(build, ALONE)
@@ -192,14 +216,14 @@ class Rehearsals:
         recipe = _most(folding).recipe(full.recipe)
         try:
             most = replace(full, build=few.most, planned=full.planned.of(few.most, recipe))
-            return few, *self._costs_alone(few, most)
+            return _Alone(full, few, *self._costs_alone(few, most))
         except PlanError:
             raise
         except Exception:  # a model with blocks passed through may raise any exception
             if not few.more:
                 raise
             all_blocks = FewBlocks(build)
-            return all_blocks, *self._costs_alone(all_blocks, full)
+            return _Alone(full, all_blocks, *self._costs_alone(all_blocks, full))
 
     def _folding(self, build: Build, full: Rehearsal) -> Folding:
         """Finds the blocks that are alike.

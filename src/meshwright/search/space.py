@@ -223,6 +223,7 @@ def candidates(
     options: Mapping[str, Any] | None = None,
     *,
     recompute: bool,
+    coupled: bool = False,
     branches: Collection[int] = (),
     shardings: Collection[Sharding] = (),
 ) -> Iterator[Candidate]:
@@ -236,13 +237,18 @@ def candidates(
         blocks: number of repeated blocks. A pipeline has at most as many stages.
         options: settings of every plan.
         recompute: whether blocks may be recomputed.
+        coupled: whether every data rank runs all rows, in one microbatch.
         branches: the sizes of tp on slices of which branches of the model can run.
         shardings: others that are tried, besides all modules and the sequence.
     """
     fixed = varied(options or {})
     if not recompute:
         fixed.pop("recompute", None)  # no block is repeated: the setting has no effect
+    if coupled:
+        fixed.pop("microbatches", None)  # nor has this
     every = _all(devices, per_node, global_batch, tps, blocks, chunks_of(fixed) or CHUNKS, recompute=recompute)
+    if coupled:
+        every = (replace(each, rows=global_batch) for each in every if each.microbatches == 1)
     for unsplit in every:
         candidate = replace(unsplit, split=unsplit.pp > 1 and fixed.get("schedule") == "zero_bubble")
         if candidate.agrees(fixed) and not (candidate.split and candidate.recompute):

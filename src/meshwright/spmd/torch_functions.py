@@ -331,7 +331,7 @@ def op_facts(op: Any) -> OpFacts:
 
 # These ops write these arguments in training, although their schemas do not say so.
 _STATISTICS = frozenset(["running_mean", "running_var"])
-_WRITES_STATISTICS = frozenset(
+_BATCH_NORMS = frozenset(
     getattr(torch.ops.aten, f"{name}_batch_norm").default for name in ("native", "cudnn", "miopen")
 )
 
@@ -382,8 +382,17 @@ def _grouped_flops(a: Tensor, b: Tensor, out: Tensor) -> int:
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(argument of the schema, its value) for each argument to which an op (an ``OpOverload``) writes."""
     written = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in op_facts(op).written]
-    if not written and op in _WRITES_STATISTICS:
+    if not written and op in _BATCH_NORMS:
         named = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema_of(op).arguments)]
         if any(value for a, value in named if a.name == "training"):
             return [(a, value) for a, value in named if a.name in _STATISTICS]
     return written
+
+
+def takes_batch_statistics(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op (an ``OpOverload``) computes statistics of several rows: a batch norm in training. (For an instance norm,
+    torch calls that with rows as channels, of one row.)"""
+    if op not in _BATCH_NORMS or args[0].shape[0] == 1:
+        return False
+    at = next(i for i, argument in enumerate(schema_of(op).arguments) if argument.name == "training")
+    return bool(args[at] if at < len(args) else kwargs.get("training"))

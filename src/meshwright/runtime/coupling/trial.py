@@ -51,6 +51,8 @@ from meshwright.runtime.rows.loss_weights import MEAN, RATIO, SUM
 from meshwright.runtime.rows.microbatches import rows_of, take_rows
 
 MOST_ROWS = 8
+ALL_ROWS = "every data rank runs all rows"
+"""Is part of each note on coupled rows."""
 
 
 @dataclass(frozen=True)
@@ -353,12 +355,12 @@ def _why_coupled(verdict: Verdict) -> str:
     """The note for coupled rows."""
     if verdict.why:
         return (
-            f"this model's rows cannot be run apart: {verdict.why}. Every data rank runs all rows, in one microbatch: "
+            f"this model's rows cannot be run apart: {verdict.why}. So {ALL_ROWS}, in one microbatch: "
             "the results are right; it saves memory but no time"
         )
     return (
         "this model's loss couples the rows of a batch (batch statistics, rows compared with rows): "
-        "every data rank runs all rows: the results are right; it saves memory but no time. "
+        f"{ALL_ROWS}: the results are right; it saves memory but no time. "
         "With rows: split in the plan each rank runs its own rows"
     )
 
