@@ -122,6 +122,13 @@ def test_the_memory_of_coupled_rows_is_what_a_run_takes(workers: LocalWorkers, b
     assert said.memory(0).peak == pytest.approx(measured.memory(0).peak, rel=0.03)
 
 
+@pytest.mark.parametrize("build", [Normed, Contrastive])
+def test_a_dry_run_runs_all_rows_too(build):
+    run = mw.dry_run(build, (torch.randn(ROWS, WIDTH),), "dp_replicate=2", 1, loss=mean)
+    assert is_told(run.notes)
+    assert run.memory.peak == predicted(build, "dp_replicate=2").memory(0).peak
+
+
 def test_a_search_knows_that_more_data_ranks_take_no_time_off():
     batch = (torch.randn(64, WIDTH),)
 

@@ -18,12 +18,13 @@ from meshwright.hardware.profile import Profile
 from meshwright.hardware.reader import read_profile
 from meshwright.plan import Plan, PlanLike
 from meshwright.prediction.allocations import CPU, GPU
-from meshwright.prediction.clock import Clock, last_step
+from meshwright.prediction.clock import Clock, forward_flops, last_step
+from meshwright.prediction.coupling import coupling_of
 from meshwright.prediction.device_run import DeviceRun, run_on_device
 from meshwright.prediction.exchanges import Exchanges, exchanges_in, without_modules
 from meshwright.prediction.memory import Memory, memory_of
 from meshwright.prediction.predict import adamw_on
-from meshwright.prediction.rehearsal import MakeOptimizer, rehearsal_of, rehearse
+from meshwright.prediction.rehearsal import MakeOptimizer, Rehearsal, rehearsal_of, rehearse
 from meshwright.prediction.result import memory_json
 from meshwright.prediction.roles import Role, roles_of
 from meshwright.prediction.trace import Op, Trace
@@ -125,9 +126,9 @@ def dry_run(
     plan.mesh.coordinate(rank)  # raises ValueError if the mesh has no such rank
     make_optimizer, accelerator = optimizer or adamw_on(profile), not profile.cores
     rehearsal = rehearsal_of(build, batch, plan, loss, make_optimizer, max_norm, accelerator=accelerator)
+    rehearsal, trace = _rehearsed(build, rehearsal, rank)
     recipe = rehearsal.recipe
     role = next(role for role in roles_of(recipe) if rank in role.ranks)
-    trace = rehearse(rehearsal, rank)
     memory = _memory(trace, profile)
     predicted = memory if role.rank == rank else _memory(rehearse(rehearsal, role.rank), profile)
     on_device = None
@@ -151,6 +152,17 @@ def dry_run(
         context=profile.context,
         notes=recipe.notes,
     )
+
+
+def _rehearsed(build: Build, rehearsal: Rehearsal, rank: int) -> tuple[Rehearsal, Trace]:
+    """(the rehearsal, with all rows on every data rank if they are coupled; its trace)."""
+    trace = rehearse(rehearsal, rank)
+    flops = forward_flops(trace) * rehearsal.recipe.mesh.size / rehearsal.rows
+    note = coupling_of(build, rehearsal, batch_statistics=trace.batch_statistics, flops=flops)
+    if note is None:
+        return rehearsal, trace
+    of_all_rows = rehearsal.with_all_rows(note)
+    return of_all_rows, rehearse(of_all_rows, rank)
 
 
 def _memory(trace: Trace, profile: Profile) -> Memory:
