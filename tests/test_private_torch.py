@@ -139,6 +139,7 @@ USES = {
     "planning/shadow.py": "_to_copy",
     "planning/assumed.py": "_ctc_loss _local_scalar_dense _pack_padded_sequence _unique2 _unsafe_index",
     "prediction/accumulation.py": "_C _cdata _engine_run_backward _getframe _storage_Use_Count _use_count",
+    "prediction/attention.py": "_scaled_dot_product_efficient_attention",
     "prediction/allocations.py": "_C _select_conv_backend",
     "prediction/world.py": "_internal",
     "prediction/values.py": "_getframe",  # of sys

@@ -1,11 +1,11 @@
-"""What a convolution takes while it runs, against what torch's allocator reports."""
+"""What kernels take while they run, against what torch's allocator reports."""
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.prediction.allocations import convolution_workspace
+from meshwright.prediction.allocations import convolution_workspace, workspace
 
 
 def taken(run):
@@ -36,3 +36,30 @@ def test_a_convolution_s_workspace(shape):
     args = (gradient, x, weight, [out_channels], *options)
     most, live, _ = taken(lambda: torch.ops.aten.convolution_backward(*args))
     assert most == pytest.approx(live + convolution_workspace("convolution_backward", args, None), rel=0.1)
+
+
+ATEN = torch.ops.aten
+X = torch.randn(64, 32, 128)
+GIVEN = {"contiguous": X.transpose(0, 1).contiguous(), "transposed": X.transpose(0, 1)}
+ONES, MEAN = torch.ones(128), torch.zeros(32, 64, 1)
+
+
+@pytest.mark.parametrize("first", GIVEN)
+@pytest.mark.parametrize("second", GIVEN)
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (ATEN._softmax, (-1, False)),
+        (ATEN._log_softmax, (0, False)),
+        (ATEN.native_layer_norm, ([128], ONES, ONES, 1e-5)),
+        (ATEN._softmax_backward_data, (-1, torch.float32)),
+        (ATEN._log_softmax_backward_data, (0, torch.float32)),
+        (ATEN.native_layer_norm_backward, ([128], MEAN, MEAN + 1, ONES, ONES, [True] * 3)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_contiguous_copies_of_inputs(function, more, first, second):
+    name = function.__name__
+    args = (GIVEN[first], *([GIVEN[second]] if "backward" in name else []), *more)
+    most, live, _ = taken(lambda: function(*args))
+    assert most == pytest.approx(live + workspace(name, args, None), rel=0.05)

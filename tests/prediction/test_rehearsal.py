@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright import PlanError, measure, predict
+from meshwright.hardware import read_profile
 from meshwright.plan import Plan
 from meshwright.planned import Planned
 from meshwright.prediction.clock import last_step
@@ -300,6 +302,30 @@ def test_rows_of_shapes_alone_take_what_rows_with_values_do(plan):
                             for batch in (rows, tuple(t.to("meta") for t in rows)))  # fmt: skip
     assert [without.memory(rank).peak for rank in (0, 1)] == [with_values.memory(rank).peak for rank in (0, 1)]
     assert without.seconds.seconds == pytest.approx(with_values.seconds.seconds)
+
+
+class Transcribes(nn.Module):
+    """The loss of CTC, for which torch has no shapes, with lengths that follow from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 1024)
+
+    def forward(self, sounds, targets):
+        log_probs = self.head(sounds).log_softmax(-1).transpose(0, 1)
+        kept = targets >= 0
+        lengths = torch.full((len(sounds),), sounds.shape[1])
+        return nn.functional.ctc_loss(log_probs, targets[kept], lengths, kept.sum(1))
+
+
+def test_the_loss_of_ctc_is_rehearsed(workers):
+    targets = torch.where(torch.arange(60) < torch.arange(20, 52)[:, None], 1, -1)
+    batch = {"sounds": torch.randn(32, 128, 64), "targets": targets}
+    cpu = replace(read_profile("h100"), name="cpu-local", cores=2, network=None)
+    predicted = predict(Transcribes, batch, "dp_replicate=2", loss=loss, hardware=cpu)
+    measured = measure(Transcribes, batch, "dp_replicate=2", loss=loss, steps=4, workers=workers)
+    for rank in (0, 1):
+        assert predicted.memory(rank).peak == pytest.approx(measured.memory(rank).peak, rel=TOLERANCE)
 
 
 class Masked(nn.Module):

@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,23 @@ class Slotted:
         self.by = 2.0
 
 
+class Makers(OrderedDict[str, Any]):
+    """A dict of functions, which gives what they make, as that of activations in a package does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / 2
+
+
 class Unmeasured(tuple[float, ...]):
     """A tuple that has no length, as the representations of a group in a package have none."""
 
@@ -84,6 +102,7 @@ class Unmeasured(tuple[float, ...]):
 
 
 FACTORS = Unmeasured([2.0, 3.0])
+MAKERS = Makers(two=lambda: float("2"), tanh=nn.Tanh)
 closed, reopen = scaling(2.0)
 ACTIVATION: Callable[[Tensor], Tensor] = F.gelu
 ELEMENTS, SLOTTED, TABLE = numpy.full(2, 2.0), Slotted(), dict.fromkeys(range(300), 2.0)
@@ -218,6 +237,8 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "calls a function of its class": lambda self, h: self.activation(h),
     "calls a global function": lambda self, h: ACTIVATION(h),
     "reads an array": lambda self, h: h * float(ELEMENTS[0]),
+    "may call a Function": lambda self, h: Halved.apply(h) if WIDTH < 2 else h * 0.5,
+    "reads a dict that makes its values": lambda self, h: h * MAKERS["two"],
     "reads tuples without a length": lambda self, h: h * self.factors[0] * FACTORS[1],
     "reads slots": lambda self, h: h * SLOTTED.by,
     "reads a large table": lambda self, h: h * TABLE[0],
@@ -329,6 +350,8 @@ HELD = (
     "uses an attribute",
     "takes powers",
     "reads tuples without a length",
+    "may call a Function",
+    "reads a dict that makes its values",
     "calls functions behind functions",
 )
 REFUSED = {

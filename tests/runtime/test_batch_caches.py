@@ -106,6 +106,17 @@ def test_a_new_length_is_not_recorded_if_it_follows_from_others(build, mesh, wor
         assert sum(recorded.values()) <= 8, recorded  # 14 and 10, then what is longer or shorter than all before
 
 
+def kept_programs(mesh):
+    job = mw.parallelize(Model, {"mesh": mesh, "microbatches": 2}, batch=batch(6))
+    job.step(batch(6))
+    return job.rows, len(job.pipeline.programs._by_sizes)
+
+
+def test_a_trial_leaves_no_programs(workers):
+    """They are of as many rows as its pieces have, and hold masks and tables of positions of these."""
+    assert workers.run(kept_programs, "pp=2", ranks=2) == [("mean", 1)] * 2
+
+
 class ReadsItsMask(Model):
     """Goes another way if some of a mask is false. Other values are read by no one, and neither is a constant's origin."""
 

@@ -10,11 +10,17 @@ from torch import Tensor
 
 from meshwright.planning.guards import raises_if
 from meshwright.planning.loops import leaves_if
+from meshwright.private import FakeTensor
 
 aten = torch.ops.aten
 META = torch.device("meta")
 _SEED = torch.empty(0, device=META)
 INDEXED = (aten.index.Tensor, aten._unsafe_index.Tensor)
+
+
+def is_without_values(t: Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return t.is_meta or isinstance(t, FakeTensor)
 
 
 def is_mask(index: Tensor | None) -> bool:
@@ -105,10 +111,21 @@ READS = {  # each function under the name that a person writes
 }
 
 
-def _ctc_loss(log_probs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and a tensor that only the backward reads."""
-    rows = log_probs.shape[1:2]
-    return torch.empty(rows, dtype=log_probs.dtype, device=META), torch.empty(0, dtype=log_probs.dtype, device=META)
+def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and the logarithms of the alphas, which the backward reads: (rows, time, 2 · longest target + 1).
+
+    Without values, the longest target is as long as all are together, or as the tensor of targets is.
+
+    Args:
+        log_probs: (time, rows, classes).
+        targets: of each row, or of all in a row.
+        lengths: of the targets of each row.
+    """
+    time, rows = log_probs.shape[:2]
+    known = not isinstance(lengths, Tensor) or not is_without_values(lengths)
+    longest = max(map(int, lengths), default=0) if known else targets.shape[-1]
+    alphas = torch.empty((rows, time, 2 * longest + 1), dtype=log_probs.dtype, device=META)
+    return torch.empty(rows, dtype=log_probs.dtype, device=META), alphas
 
 
 # Functions that have no meta kernel in torch: their shapes.

@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | oneDNN's convolution | max(input + weight + padding of the output, output), in blocks of 16 or 8 | `convolution_workspace` |
 | its backward | gradient of the output + max(input, gradient of the input), in blocks | `convolution_workspace` |
+| softmax, layer norm, and their backwards | contiguous copies of inputs that are not contiguous | `workspace` |
+| the backward of CTC's loss | as many logarithms of betas as it gets of alphas | `workspace` |
 | gloo's all-gather and reduce-scatter | a copy of the full tensor | `CPU` |
 | gloo's send | the sent tensor until the end of the schedule: only then is a send known to have ended | `CPU` |
 
@@ -38,6 +40,28 @@ class Allocations:
 CPU = Allocations({"all_gather": 1.0, "reduce_scatter": 1.0}, keeps_sends=True, workspaces=True)
 GPU = Allocations()
 """Nothing: NCCL's buffers are in ``Profile.per_group``, and the workspaces of cuBLAS in ``Profile.context``."""
+
+
+# Name of a function → the positions of inputs of which its kernel makes contiguous copies.
+_CONTIGUOUS: Mapping[str, tuple[int, ...]] = {
+    "_softmax": (0,),
+    "_log_softmax": (0,),
+    "native_layer_norm": (0,),
+    "_softmax_backward_data": (0, 1),
+    "_log_softmax_backward_data": (0, 1),
+    "native_layer_norm_backward": (0, 1),
+}
+_LOG_ALPHA = 6  # its position among the arguments of the backward of CTC's loss
+
+
+def workspace(name: str, args: tuple[Any, ...], out: Any) -> int:
+    """Peak bytes that a function's kernel on a CPU allocates besides its inputs and outputs. Arguments: as those of
+    ``convolution_workspace``."""
+    if name == "_ctc_loss_backward":
+        return int(args[_LOG_ALPHA].nbytes)
+    if (positions := _CONTIGUOUS.get(name)) is not None:
+        return sum(args[i].nbytes for i in positions if not args[i].is_contiguous())
+    return convolution_workspace(name, args, out)
 
 
 def convolution_workspace(name: str, args: tuple[Any, ...], out: Any) -> int:

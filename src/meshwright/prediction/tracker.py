@@ -20,7 +20,7 @@ from meshwright.described import nbytes_of, tensors_among
 from meshwright.hardware.functions import OWN_RATE
 from meshwright.hardware.profile import CallKind
 from meshwright.prediction.accumulation import holders_of_a_lone_tensor, in_place_without_mode
-from meshwright.prediction.allocations import convolution_workspace
+from meshwright.prediction.allocations import workspace
 from meshwright.prediction.movement import moved_by
 from meshwright.prediction.trace import Allocated, Began, Collective, Freed, Op, Resized, Trace
 from meshwright.private import DEVICE, FakeTensor, TorchDispatchMode, pytree
@@ -131,8 +131,8 @@ class Tracker(TorchDispatchMode):
         self.trace.batch_statistics |= takes_batch_statistics(func, args, kwargs)
         flops = flops_of(func, args, kwargs, out)
         moved = moved_by(_name(func), args, kwargs, outputs)
-        workspace = convolution_workspace(_name(func), args, out)
-        self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(inputs, outputs), workspace))
+        taken = workspace(_name(func), args, out)
+        self.trace.events.append(Op(_name(func), _kind(func, flops), flops, moved, _dtype(inputs, outputs), taken))
 
     def _follow_actions(self) -> None:
         """Records that an action begins, if it is not the one of the previous function."""

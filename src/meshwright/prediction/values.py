@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 import meshwright
 from meshwright.blame import is_of_model, model_line
 from meshwright.described import tensors_among
-from meshwright.planning.assumed import ASSUMED, INDEXED, SIZED, assumed_answer, is_mask
+from meshwright.planning.assumed import ASSUMED, INDEXED, NO_META, SIZED, assumed_answer, is_mask, is_without_values
 from meshwright.planning.loops import LoopsEnd
 from meshwright.prediction.shapes import Shapes
 from meshwright.private import (
@@ -98,6 +98,10 @@ class KnownValues(LoopsEnd):
         """Runs a function on shapes, because some of its tensors have no values."""
         if func in ASSUMED or func in SIZED:
             return self._assume(func, args, kwargs)
+        if func in NO_META:
+            with unset_fake_temporarily():
+                out = NO_META[func](*args, **kwargs)
+            return pytree.tree_map_only(Tensor, self._without_values, out)
         if func in INDEXED and any(map(is_mask, args[1])):
             positions = [self._positions(index) if is_mask(index) else [index] for index in args[1]]
             args = (args[0], [index for group in positions for index in group], *args[2:])
@@ -158,7 +162,7 @@ class KnownValues(LoopsEnd):
 
 def _is_real(t: Tensor) -> bool:
     """Whether a tensor has memory in this process."""
-    return not (isinstance(t, FakeTensor) or t.is_meta)
+    return not is_without_values(t)
 
 
 def _by_model() -> bool:

@@ -17,7 +17,7 @@ import enum
 import functools
 import logging
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -165,7 +165,7 @@ class _Snapshot:
         if (container := _container(value)) is None:
             self.tables.append((_Reading(_slots, value), _slots(value)))
         elif not isinstance(value, tuple):
-            self.tables.append((container, container.copy()))
+            self.tables.append((container, _copy(container)))
         for item in items:
             self.add(item, name, depth - 1, strict=strict)
 
@@ -184,7 +184,7 @@ class _Snapshot:
 def _items(value: Any) -> list[Any] | None:
     """The items of a container, or the attribute values of a plain object; None for another value."""
     if isinstance(value, dict):
-        return list(value.values())
+        return list(dict.values(value))
     if isinstance(value, (list, tuple, set, deque)):
         return list(iter(value))  # ``list(value)`` would ask a class of the model for its length
     if isinstance(value, functools.partial):
@@ -194,6 +194,14 @@ def _items(value: Any) -> list[Any] | None:
     if hasattr(value, "__dict__"):
         return list(vars(value).values())
     return list(_slots(value)) or None
+
+
+def _copy(container: Any) -> Any:
+    """A copy that is equal as long as the container does not change. Of a dict, it has the stored values: a class of the model
+    may make others when they are asked for (``__getitem__``)."""
+    if isinstance(container, OrderedDict):
+        return OrderedDict((key, dict.__getitem__(container, key)) for key in container)
+    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
 
 
 def _slots(value: Any) -> tuple[Any, ...]:

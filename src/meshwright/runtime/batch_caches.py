@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -53,6 +54,16 @@ class LruCache(Generic[V]):
         while len(self._values) > self._most:
             self._values.popitem(last=False)
         return value
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """A context at whose end the entries that were made in it are dropped."""
+        before = set(self._values)
+        try:
+            yield
+        finally:
+            for key in self._values.keys() - before:
+                del self._values[key]
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value of a key. If there is no entry, calls ``make`` and stores the result."""
@@ -126,6 +137,10 @@ class ValueCache(Generic[V]):
             BatchSizes, list[frozenset[int]]
         ] = {}  # sets of deciding tensors, by their index in a batch
 
+    def forgetting(self) -> AbstractContextManager[None]:
+        """As that of ``LruCache``."""
+        return self._recent.forgetting()
+
     def get(self, sizes: BatchSizes, batch: Any) -> V | None:
         """The entry of an earlier batch with the same sizes and the same deciding values; None if there was none."""
         digests: dict[int, Hashable] = {}
@@ -182,6 +197,12 @@ class LengthCache(Generic[V]):
 
     def __len__(self) -> int:
         return len(self._exact)
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """As that of ``LruCache``."""
+        with self._exact.forgetting(), self._families.forgetting():
+            yield
 
     def get_or_make(self, sizes: BatchSizes | None, make: Callable[[], V]) -> V:
         """The entry for the sizes of a batch. If there is none, derives it, or calls ``make`` to record it."""

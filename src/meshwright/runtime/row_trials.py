@@ -8,6 +8,7 @@ repeated after 1, 2, 4, 8 … steps: the loss may have got another term.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -129,7 +130,9 @@ class RowTrials:
         dtype = next((p.dtype for p in self._runner.module.parameters() if p.is_floating_point()), torch.float32)
         if self._recipe.precision == "bfloat16":
             dtype = torch.bfloat16
-        verdict = how_rows_combine(rows, self.forwards(mode.backward), dtype, single=single)
+        programs = self._runner.executor.programs
+        with programs.forgetting() if programs is not None else nullcontext():
+            verdict = how_rows_combine(rows, self.forwards(mode.backward), dtype, single=single)
         if verdict.kind != COUPLED and (line := self.line_beyond(rows, rows_of(batch))) is not None:
             verdict = Verdict(COUPLED, line and _BEYOND.format(line))
         return _merged(verdict)

@@ -81,6 +81,12 @@ class Patch:
         self._plain: Callable[..., Any] = getattr(owner, name)
         self._now = self._plain
 
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return self._now(*args, **kwargs)
+
+        # The same one in each block: a recorded program asks whether what its code names is what it was.
+        self._patched = classmethod(patched) if of_class else patched
+
     @property
     def plain(self) -> Callable[..., Any]:
         """The attribute as torch has it."""
@@ -124,11 +130,7 @@ class Patch:
     def _begin(self) -> None:
         self._original = vars(self.owner).get(self.name)
         self._plain = self._inherited() if self._of_class else getattr(self.owner, self.name)
-
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return self._now(*args, **kwargs)
-
-        setattr(self.owner, self.name, classmethod(patched) if self._of_class else patched)
+        setattr(self.owner, self.name, self._patched)
 
     def _end(self) -> None:
         if self._original is None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -144,6 +145,13 @@ class Programs:
         self._by_sizes = LengthCache(self._between)
         self._by_path = LruCache[Program]()
         self._by_values = ValueCache[Program]()
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """A context at whose end the programs that were recorded in it are dropped: they hold what follows from their batches
+        alone (masks, tables of positions)."""
+        with self._by_sizes.forgetting(), self._by_path.forgetting(), self._by_values.forgetting():
+            yield
 
     def for_batch(self, batch: Any, call: Call, loss: Loss | None, *, grad: bool = True) -> Program:
         """The program for a microbatch of these shapes. Collective over the ranks of a copy of the model, if it is new.
