@@ -36,6 +36,7 @@ _MOST_ITEMS = 1024  # items of a container that is put back
 _MOST_BYTES = 1 << 20  # of a tensor that is put back
 _CONTAINERS = frozenset((list, set, deque, dict, OrderedDict, defaultdict, Counter))  # whose subclasses may do anything
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_LEFT_ALONE = (*_CONSTANTS, types.ModuleType)
 _DATA = (Tensor, tuple, torch.dtype, torch.device)
 _Cached: Any = type(functools.lru_cache(len))
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property, _Cached)
@@ -174,7 +175,7 @@ class _Search:
 
     def _add(self, value: Any, depth: int) -> None:
         """Adds a value that code may reach: code is followed, the items of containers and objects are put back."""
-        if isinstance(value, (*_CONSTANTS, types.ModuleType)) or id(value) in self._seen or value is ABSENT:
+        if id(value) in self._seen or isinstance(value, _LEFT_ALONE) or value is ABSENT:
             return
         if isinstance(value, type):
             self._add_class(value)

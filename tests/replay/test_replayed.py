@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 import standin
+from meshwright.replay.recording import Recording
 from meshwright.runtime.rows.loss import output_loss
 from meshwright.workers.pool import LocalWorkers
 from zoo import ZOO
@@ -602,3 +603,56 @@ def test_a_module_without_one_says_why(workers: LocalWorkers) -> None:
         return str(error.value)
 
     assert workers.run(asked, ranks=2) == ["blocks.0 has no recorded program: it has not been called three times"] * 2
+
+
+class Crossed(nn.Module):
+    """A block that is given what all blocks are given, as those of a decoder are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))) * self.key(memory))
+
+
+class CrossedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.encoder = nn.Linear(6, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks, self.head = nn.ModuleList(Crossed() for _ in range(3)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        memory = self.encoder(h)
+        for block in self.blocks:
+            h = block(h, memory)
+        return self.head(h).square().mean()
+
+
+def recordings() -> list[int]:
+    """How many blocks are recorded in each step."""
+    runs, run = [0], Recording.run
+
+    def counted_run(*args: Any) -> Any:
+        runs[-1] += 1
+        return run(*args)
+
+    Recording.run = counted_run  # type: ignore[method-assign]
+    try:
+        job = mw.parallelize(
+            lambda: CrossedLayers().double(), {"mesh": {"tp": 2}, "recompute": "blocks"}, batch=batch()
+        )
+        for _ in range(5):
+            job.step(batch())
+            runs.append(0)
+    finally:
+        Recording.run = run  # type: ignore[method-assign]
+    assert has_program(job, "blocks.2")
+    return runs
+
+
+def test_what_recomputes_is_not_recorded(workers: LocalWorkers) -> None:
+    assert workers.run(recordings, ranks=2) == [[3, 3, 0, 0, 0, 0]] * 2
+    assert all(both(workers, CrossedLayers, {"mesh": {"tp": 2}, "recompute": "blocks"}))

@@ -162,7 +162,9 @@ def rehearse(rehearsal: Rehearsal, rank: int, steps: Sequence[RehearsedStep] = T
     Raises:
         PlanError: this process is a rank of a run.
     """
-    recipe = rehearsal.recipe
+    # Tensors without values have no recorded programs: without this, blocks would be recorded in each call.
+    recipe = replace(rehearsal.recipe, eager=True)
+    rehearsal = replace(rehearsal, planned=rehearsal.planned.under(recipe))
     # Nothing runs compiled under a dispatch mode, and torch's control flow has no rule for one of ours.
     with (
         rehearsed_world(rank, recipe.mesh.size),

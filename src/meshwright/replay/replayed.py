@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.names import few
-from meshwright.private import function_mode_at, function_modes, has_hooks, modes_are_asked, pytree, without_modes
+from meshwright.private import (
+    function_mode_at,
+    function_modes,
+    has_hooks,
+    in_backward,
+    modes_are_asked,
+    pytree,
+    without_modes,
+)
 from meshwright.replay.overlap import overlapping
 from meshwright.replay.program import (
     Binding,
@@ -183,7 +191,8 @@ class LocalPrograms:
         if key is None:
             block.unkeyed = block.unkeyed or _unkeyed(args, kwargs)
             return block.forward(*args, **kwargs)
-        if (variant is not None and variant.bound is not None) or not can_profile():
+        # A recomputation ends as soon as all is there that its forward saved: a recording of it would never be complete.
+        if (variant is not None and variant.bound is not None) or not can_profile() or in_backward():
             return block.forward(*args, **kwargs)
         with without_modes():
             begun = self._prepare(block, key, variant, mode, tensors)

@@ -276,6 +276,4 @@ class Rehearsals:
         rehearsal = rehearsal_of(
             build, batch, plan, self.loss, self.optimizer, self.max_norm, accelerator=self.accelerator
         )
-        # A block is recorded twice before it replays, and a rehearsal of one microbatch calls it twice.
-        eager = replace(rehearsal.recipe, eager=True)
-        return replace(rehearsal, planned=rehearsal.planned.under(eager), shapes=self._shapes)
+        return replace(rehearsal, shapes=self._shapes)
