@@ -43,6 +43,24 @@ class Contrastive(nn.Module):
         return nn.functional.cross_entropy(logits, torch.arange(len(x)))
 
 
+class Doubled(Contrastive):
+    """Writes to its batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+class Weighed(nn.Module):
+    """All rows share the weights of its classes, of which there are as many as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels, weight=weight)
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,12 +122,20 @@ def test_a_model_that_is_not_small_is_not_tried(monkeypatch):
     assert not is_told(predicted(Contrastive, "dp_shard=2").notes)
 
 
-def test_a_trial_leaves_the_generators_and_the_caller_s_tensors_as_they_were():
+def test_what_all_rows_share_is_shared_in_a_trial(monkeypatch):
+    batch = {"x": torch.randn(8, WIDTH), "labels": torch.arange(8), "weight": torch.ones(8)}
+    for most_rows in (8, 4):
+        monkeypatch.setattr(coupling, "MOST_ROWS", most_rows)
+        assert not is_told(mw.predict(Weighed, batch, "dp_shard=2", loss=mean, hardware="h100").notes)
+
+
+@pytest.mark.parametrize("build", [Contrastive, Doubled])
+def test_a_trial_leaves_the_generators_and_the_caller_s_tensors_as_they_were(build):
     torch.manual_seed(3)
     before, x = torch.get_rng_state(), torch.randn(ROWS, WIDTH)
     torch.set_rng_state(before)
     kept = x.clone()
-    mw.predict(Contrastive, (x,), "dp_shard=2", loss=mean)
+    mw.predict(build, (x,), "dp_shard=2", loss=mean)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(x, kept)
 

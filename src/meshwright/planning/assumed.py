@@ -114,7 +114,7 @@ READS = {  # each function under the name that a person writes
 def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, lengths: Any, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the logarithms of the alphas, which the backward reads: (rows, time, 2 · longest target + 1).
 
-    Without values, the longest target is as long as all are together, or as the tensor of targets is.
+    If the lengths have no values, the longest target is taken to fill the last dim of ``targets``.
 
     Args:
         log_probs: (time, rows, classes).

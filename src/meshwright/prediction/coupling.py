@@ -8,6 +8,8 @@ If rows are coupled, every data rank runs all rows, in one microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from meshwright.code_state import code_state_kept
@@ -20,7 +22,7 @@ from meshwright.runtime.apply import apply
 from meshwright.runtime.coupling.attempt import COUPLED
 from meshwright.runtime.coupling.trial import ALL_ROWS, MOST_ROWS, Verdict, notes
 from meshwright.runtime.groups import make_groups
-from meshwright.runtime.rows.batch import tensors_in
+from meshwright.runtime.rows.batch import copied, tensors_in
 from meshwright.runtime.rows.microbatches import take_rows
 
 MOST_ELEMENTS, MOST_FLOPS = 2e7, 2e9
@@ -28,14 +30,16 @@ MOST_ELEMENTS, MOST_FLOPS = 2e7, 2e9
 rows as a trial has. A trial runs some 20 forwards."""
 
 
-def coupling_of(build: Build, rehearsal: Rehearsal, *, batch_statistics: bool, flops: float) -> str | None:
+def coupling_of(
+    build: Build, rehearsal: Rehearsal, *, batch_statistics: bool, flops: Callable[[], float]
+) -> str | None:
     """The note of a run that finds the rows of a batch coupled; None if it would not find that, or if it is not known.
 
     Args:
         build: makes the model, with values.
         rehearsal: of a step.
         batch_statistics: whether a rehearsed forward computes statistics of several rows.
-        flops: floating-point operations of a forward of one row.
+        flops: returns the floating-point operations of a forward of one row.
     """
     recipe, rows = rehearsal.recipe, rehearsal.rows
     if recipe.rows != "auto" or recipe.mesh.data_size * recipe.microbatches == 1 or rows < 2:
@@ -43,14 +47,19 @@ def coupling_of(build: Build, rehearsal: Rehearsal, *, batch_statistics: bool, f
     if batch_statistics:
         return notes(Verdict(COUPLED))[0]
     elements = sum(p.numel() for p in rehearsal.planned.model.parameters())
-    if elements > MOST_ELEMENTS or flops * min(rows, MOST_ROWS) > MOST_FLOPS:
+    if elements > MOST_ELEMENTS or flops() * min(rows, MOST_ROWS) > MOST_FLOPS:
         return None
     return None if any(t.is_meta for t in tensors_in(rehearsal.batch)) else _note_of_trial(build, rehearsal)
 
 
 def _note_of_trial(build: Build, rehearsal: Rehearsal) -> str | None:
-    """The note of the trial, and of a step, on one rank. None if rows are not coupled, or if it fails."""
-    recipe, batch = rehearsal.recipe, take_rows(rehearsal.batch, 0, MOST_ROWS)
+    """Runs a step of a few rows on one rank, which begins with the trial. Returns its note on coupled rows.
+
+    Returns:
+        None if rows are not coupled, or if the step fails.
+    """
+    recipe = rehearsal.recipe
+    batch = copied(take_rows(rehearsal.marked_batch, 0, MOST_ROWS))  # the model may write to it
     # Whether a piece of a step may be a single row.
     single = rehearsal.rows < 2 * recipe.mesh.data_size * recipe.microbatches
     plan = {"mesh": "dp_shard=1", "microbatches": min(rehearsal.rows, MOST_ROWS) if single else 2}

@@ -157,8 +157,13 @@ def dry_run(
 def _rehearsed(build: Build, rehearsal: Rehearsal, rank: int) -> tuple[Rehearsal, Trace]:
     """(the rehearsal, with all rows on every data rank if they are coupled; its trace)."""
     trace = rehearse(rehearsal, rank)
-    flops = forward_flops(trace) * rehearsal.recipe.mesh.size / rehearsal.rows
-    note = coupling_of(build, rehearsal, batch_statistics=trace.batch_statistics, flops=flops)
+    ranks = rehearsal.recipe.mesh.size
+    note = coupling_of(
+        build,
+        rehearsal,
+        batch_statistics=trace.batch_statistics,
+        flops=lambda: forward_flops(trace) * ranks / rehearsal.rows,
+    )
     if note is None:
         return rehearsal, trace
     of_all_rows = rehearsal.with_all_rows(note)

@@ -82,9 +82,14 @@ class Rehearsal:
         return self.planned.recipe
 
     @property
+    def marked_batch(self) -> Any:
+        """The batch, in which the tensors are marked that all rows share."""
+        return with_shared(self.batch, self.recipe.shared_inputs)
+
+    @property
     def rows(self) -> int:
         """The number of rows of the batch."""
-        return rows_of(with_shared(self.batch, self.recipe.shared_inputs))
+        return rows_of(self.marked_batch)
 
     def passing_through(self, blocks: PrunedModel) -> Rehearsal:
         """This rehearsal with a model that passes its inputs through the blocks in ``blocks.blocks``."""
@@ -98,15 +103,14 @@ class Rehearsal:
 
     def shortened(self, count: int) -> Rehearsal:
         """This rehearsal with ``count`` microbatches of equal size; unchanged if the batch cannot be shortened so."""
-        recipe, full_batch = self.recipe, with_shared(self.batch, self.recipe.shared_inputs)
-        rows = rows_of(full_batch)
+        recipe, rows = self.recipe, self.rows
         if (
             recipe.rows == "whole"
             or recipe.microbatches <= count + 1
             or rows % (recipe.microbatches * recipe.mesh.data_size)
         ):
             return self
-        batch = take_rows(full_batch, 0, rows // recipe.microbatches * count)
+        batch = take_rows(self.marked_batch, 0, rows // recipe.microbatches * count)
         return replace(self, planned=self.planned.under(replace(recipe, microbatches=count)), batch=batch)
 
 
@@ -241,7 +245,7 @@ class RankRows:
     def __init__(self, rehearsal: Rehearsal, rank: int) -> None:
         self._recipe, data = rehearsal.recipe, rehearsal.recipe.mesh.data_size
         self._every_rank_has_all = self._recipe.rows == "whole"
-        self._all = with_shared(rehearsal.batch, self._recipe.shared_inputs)
+        self._all = rehearsal.marked_batch
         self._rank_rows = copied(rows_of_rank(rehearsal.batch, self._recipe, rank))
         divided = data * self._recipe.microbatches > 1 and not self._every_rank_has_all
         self._one_row = copied(take_rows(self._rank_rows, 0, 1)) if divided else ()  # for microbatches without rows

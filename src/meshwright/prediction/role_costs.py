@@ -108,7 +108,6 @@ class RolePredictor:
         """Whether a rehearsed forward computes statistics of several rows."""
         return any(trace.batch_statistics for _, traces in self._traces.values() for trace in traces)
 
-    @property
     def flops_of_row(self) -> float:
         """Floating-point operations of a forward of one row, on all ranks together."""
         total = 0.0

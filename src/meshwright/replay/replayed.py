@@ -27,6 +27,7 @@ from meshwright.private import (
     in_backward,
     modes_are_asked,
     pytree,
+    saved_tensors_are_hooked,
     without_modes,
 )
 from meshwright.replay.overlap import overlapping
@@ -191,8 +192,9 @@ class LocalPrograms:
         if key is None:
             block.unkeyed = block.unkeyed or _unkeyed(args, kwargs)
             return block.forward(*args, **kwargs)
-        # A recomputation ends as soon as all is there that its forward saved: a recording of it would never be complete.
-        if (variant is not None and variant.bound is not None) or not can_profile() or in_backward():
+        # A checkpoint's recomputation ends as soon as all is there that its forward saved: its recording would not be complete.
+        recomputing = in_backward() and saved_tensors_are_hooked()
+        if (variant is not None and variant.bound is not None) or recomputing or not can_profile():
             return block.forward(*args, **kwargs)
         with without_modes():
             begun = self._prepare(block, key, variant, mode, tensors)

@@ -197,10 +197,12 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _copy(container: Any) -> Any:
-    """A copy that is equal as long as the container does not change. Of a dict, it has the stored values: a class of the model
-    may make others when they are asked for (``__getitem__``)."""
+    """A copy that equals the container until the container changes.
+
+    It has the values that a dict stores. A class of the model may return others from ``__getitem__`` or ``__iter__``.
+    """
     if isinstance(container, OrderedDict):
-        return OrderedDict((key, dict.__getitem__(container, key)) for key in container)
+        return OrderedDict((key, dict.__getitem__(container, key)) for key in OrderedDict.__iter__(container))
     return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
 
 

@@ -198,13 +198,12 @@ class _Space:
         parts = rehearsals.stage_parts() if alone and devices > 1 else None
         recomputed = rehearsals.recomputed() if alone and options.get("recompute") != "none" else 0.0
         cuts = StageCuts(parts, blocks, model.rows) if parts else None
-        sends = parts.received if parts else 0.0
         estimator_of = partial(
-            Estimator, model.profile, recomputed=recomputed, sends=sends, itemsize=itemsize, cuts=cuts
-        )
+            Estimator, model.profile, recomputed=recomputed, sends=parts.received if parts else 0.0, itemsize=itemsize,
+            cuts=cuts,
+        )  # fmt: skip
         concurrent = _may_have_branches(rehearsals, tps, options)
-        with_branches = partial(estimator_of, layer_costs)
-        branches = _branch_costs(rehearsals, tps, with_branches, tell) if concurrent else {}
+        branches = _branch_costs(rehearsals, tps, partial(estimator_of, layer_costs), tell) if concurrent else {}
         staged = blocks if parts is not None else 0
         coupling = rehearsals.coupling() if devices > 1 and 1 in tps and options.get("rows") != "whole" else None
 

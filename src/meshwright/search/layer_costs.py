@@ -100,7 +100,6 @@ class LayerCosts:
     chains: tuple[Chain, ...] = ()
     batch_statistics: bool = False
 
-    @property
     def flops_of_row(self) -> float:
         """Floating-point operations of a forward of one row."""
         return self.blocks * self.forward.block.flops + self.forward.first.flops + self.forward.last.flops

@@ -84,7 +84,7 @@ class Patch:
         def patched(*args: Any, **kwargs: Any) -> Any:
             return self._now(*args, **kwargs)
 
-        # The same one in each block: a recorded program asks whether what its code names is what it was.
+        # The same function in each block: a recorded program compares what its code names with what it was at the recording.
         self._patched = classmethod(patched) if of_class else patched
 
     @property

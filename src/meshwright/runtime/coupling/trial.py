@@ -52,7 +52,7 @@ from meshwright.runtime.rows.microbatches import rows_of, take_rows
 
 MOST_ROWS = 8
 ALL_ROWS = "every data rank runs all rows"
-"""Is part of each note on coupled rows."""
+"""Each note on coupled rows contains these words."""
 
 
 @dataclass(frozen=True)
