@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 import standin
@@ -631,7 +632,18 @@ class CrossedLayers(nn.Module):
         return self.head(h).square().mean()
 
 
-def recordings() -> list[int]:
+class CheckpointedLayers(CrossedLayers):
+    """Recomputes its blocks itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        memory = self.encoder(h)
+        for block in self.blocks:
+            h = checkpoint(block, h, memory, use_reentrant=False)
+        return self.head(h).square().mean()
+
+
+def recordings(build: Callable[[], nn.Module], recompute: str) -> list[int]:
     """How many blocks are recorded in each step."""
     runs, run = [0], Recording.run
 
@@ -641,9 +653,7 @@ def recordings() -> list[int]:
 
     Recording.run = counted_run  # type: ignore[method-assign]
     try:
-        job = mw.parallelize(
-            lambda: CrossedLayers().double(), {"mesh": {"tp": 2}, "recompute": "blocks"}, batch=batch()
-        )
+        job = mw.parallelize(lambda: build().double(), {"mesh": {"tp": 2}, "recompute": recompute}, batch=batch())
         for _ in range(5):
             job.step(batch())
             runs.append(0)
@@ -653,6 +663,7 @@ def recordings() -> list[int]:
     return runs
 
 
-def test_what_recomputes_is_not_recorded(workers: LocalWorkers) -> None:
-    assert workers.run(recordings, ranks=2) == [[3, 3, 0, 0, 0, 0]] * 2
-    assert all(both(workers, CrossedLayers, {"mesh": {"tp": 2}, "recompute": "blocks"}))
+@pytest.mark.parametrize(("build", "recompute"), [(CrossedLayers, "blocks"), (CheckpointedLayers, "none")])
+def test_what_recomputes_is_not_recorded(build: type[nn.Module], recompute: str, workers: LocalWorkers) -> None:
+    assert workers.run(recordings, build, recompute, ranks=2) == [[3, 3, 0, 0, 0, 0]] * 2
+    assert all(both(workers, build, {"mesh": {"tp": 2}, "recompute": recompute}))
